@@ -191,7 +191,7 @@ SLURM = ("account", "partition", "qos", "options", "setup")
 
 
 def test_commands_print_through_one_module():
-    """machine/terminal.py, which makes text visible; logs write to its stream what jobs/follow.py has made visible."""
+    """machine/terminal.py, which makes text visible; logs write to its stream what jobs/logs.py has made visible."""
     results = {file: other_prints(inner) for file, inner in nodes().items() if file.parts[0] == "cli"}
     assert {file: calls for file, calls in results.items() if calls} == {}
     another = ast.walk(ast.parse("print(1)\ntyper.echo(2)\nConsole().print(3)"))

@@ -2,8 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,14 +12,12 @@ from tp_invariant_recipes.cli.output.lines import Line
 from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tp_invariant_recipes.jobs.states import JobState
 
-SCHEMA = 1  # of `tpi jobs --json`
-
 _COLOURS = {0: "green", 1: "red", 2: "yellow", None: ""}  # by exit status; None: it has not ended
-_HEAD = ("job", "run", "state", "layout", "step", "loss", "time left")
-
-
+_HEAD = ("job", "run", "state", "step", "loss", "time left")
 _HELP = "Id of a job, name of a run (the last part of its directory), or run directory."
 Job = Annotated[str, argument("JOB", _HELP)]
 Jobs = Annotated[list[str], argument("JOB", _HELP)]
@@ -46,56 +42,47 @@ def jobs(
 
     --json prints schema (1), warning (why SLURM did not answer, or null) and jobs, with one entry for each job or task
     of an array: job (the id), role (train, cell, judge), run, directory, log, state, reason (why it is pending), alive
-    (null: not known), exit_status (as of `tpi wait`; null: not ended), tries, layouts (of each try so far, such as
-    "tp=2 dp=4"), step, of, loss, seconds_left (of the time limit), nodes, note.
+    (null: not known), exit_status (as of `tpi wait`; null: not ended), tries, step, of, loss, seconds_left (of the
+    time limit), nodes, note.
     """
     from tp_invariant_recipes.jobs import states
     from tp_invariant_recipes.jobs.registry import find
 
-    overview = states.overview(find(names)) if names else states.overview_of_recent(everything=everything)
-    rows = [state for submission in overview.states for state in submission]
+    rows, unavailable = states.overview(find(names) if names else None, everything=everything)
     if as_json:
-        terminal.print_json(
-            {"schema": SCHEMA, "warning": overview.unavailable, "jobs": [state.as_dict() for state in rows]}
-        )
+        terminal.print_json({"schema": 1, "warning": unavailable, "jobs": [state.as_dict() for state in rows]})
         return
-    if overview.unavailable:
-        _print_status(f"warning: SLURM was not asked: {overview.unavailable}")
+    if unavailable:
+        _print_status(f"warning: SLURM was not asked: {unavailable}")
     if not rows:
-        nothing = (
-            "no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all"
-        )
-        terminal.print_text(nothing)
+        recent = "none in the queue or ended within a day; --all lists all"
+        terminal.print_text("no job was submitted yet" if everything else recent)
         return
     lines.show(_HEAD, list(map(_line, rows)), numeric=_HEAD[-3:], coloured="state")
-    notes = [state for state in rows if state.note] if names else []
-    console = terminal.console()
-    for state in notes:
-        terminal.print_line(console, f"{state.part.id} {state.part.name}: {state.note}", "dim")
+    for state in [state for state in rows if state.note] if names else []:
+        terminal.print_line(terminal.console(), f"{state.part.id} {state.part.name}: {state.note}", "dim")
 
 
 def logs(
     name: Job,
     following: Annotated[bool, flag("Follow the output until the job ends.", "-f", "--follow")] = False,
     rank: Annotated[int | None, option("N", "Print this rank's log instead of the job's output.", min=0)] = None,
-    cell: Annotated[str | None, option("NAME", "Of a verify, print only this cell's output, such as tp2.")] = None,
 ) -> None:
     """Print a job's output: steps, losses, and reasons of failures.
 
-    Of a verify, tpi prints the output of all its jobs. With -f it waits for a pending job, stays when SLURM queues the
-    job again, and ends with the job and with the exit status of `tpi wait`. Ctrl-C stops following; the job continues.
+    Of a verify, tpi prints the output of all its jobs; `tpi jobs` has the id of each. With -f it waits for a pending
+    job, stays when SLURM queues the job again, and ends with the job and with the exit status of `tpi wait`. Ctrl-C
+    stops following; the job continues.
 
     \b
     tpi logs -f 12
     tpi logs 12 --rank 3
-    tpi logs verify-qwen3_8b-20260101-120000 --cell tp2
+    tpi logs 13_1
     """
-    from tp_invariant_recipes.jobs import follow as launch
-    from tp_invariant_recipes.jobs.registry import find, of_cell
+    from tp_invariant_recipes.jobs import logs as launch
+    from tp_invariant_recipes.jobs.registry import find
 
-    submission = find([name])[0]
-    if cell is not None:
-        submission = of_cell(submission, cell)
+    (submission,) = find([name])
     sources = launch.sources(submission, rank)
     if not following:
         launch.show(submission, sources, sys.stdout.buffer)
@@ -103,10 +90,9 @@ def logs(
     states = launch.follow(
         submission, sources, sys.stdout.buffer, lambda line: _print_status(f"[{line}]"), terminal.reader_gone
     )
-    if states is None:
-        return
-    _print_status(_closing(states))
-    _exit([states])
+    if states is not None:
+        _print_status(_closing(states))
+        _exit([states])
 
 
 def cancel(names: Jobs) -> None:
@@ -119,20 +105,27 @@ def cancel(names: Jobs) -> None:
     tpi cancel 12
     tpi cancel 12_1 qwen3_8b-tp4-20260101-120000
     """
-    from tp_invariant_recipes.jobs import states
+    from tp_invariant_recipes.errors import RunError
     from tp_invariant_recipes.jobs.registry import find
+    from tp_invariant_recipes.jobs.states import UNKNOWN, cancel
     from tp_invariant_recipes.runs.run_dir import RunDir
 
-    before = [state for submission in states.cancel(find(names)) for state in submission]
+    before = cancel(find(names))
+    lost = [state.part.id for state in before if state.word == UNKNOWN]
     for state in before:
         words = f"cancelled (was {state.text})" if state.alive else f"has ended already: {state.text}"
-        terminal.print_text(f"{state.part.id} {state.part.name}: {words}")
+        if state.part.id not in lost:
+            terminal.print_text(f"{state.part.id} {state.part.name}: {words}")
     started = [state for state in before if state.alive and state.step is not None]
     if started:
         terminal.print_text("a run that can save in time does; continue it:")
     for state in started:
         task = [] if state.part.task is None else [f"--array={state.part.task}"]
         terminal.print_text(f"  {shlex.join(['sbatch', *task, str(RunDir(state.part.directory).script)])}")
+    if lost:
+        raise RunError(
+            f"SLURM does not know {', '.join(lost)}, and no run recorded an end: squeue --me lists your jobs"
+        )
 
 
 def wait(
@@ -152,16 +145,16 @@ def wait(
     tpi wait 12 13 --timeout 3600
     tpi wait $(tpi submit qwen3_8b tp=4 cluster=h100 slurm.time=1:00:00)
     """
-    from tp_invariant_recipes.jobs import follow
     from tp_invariant_recipes.jobs.registry import find
+    from tp_invariant_recipes.jobs.states import wait
 
-    ended = follow.wait(find(names), _print_status, timeout)
+    ended = wait(find(names), _print_status, timeout)
     for states in ended:
         terminal.print_text(_closing(states))
     _exit(ended)
 
 
-def _exit(submissions: "Iterable[Sequence[JobState]]") -> None:
+def _exit(submissions: "Sequence[Sequence[JobState]]") -> None:
     from tp_invariant_recipes.jobs.states import exit_status
 
     raise typer.Exit(max(exit_status(states) or 0 for states in submissions))
@@ -192,7 +185,6 @@ def _line(row: "JobState") -> Line:
         row.part.id,
         row.part.name + (" (judge)" if row.part.role == "judge" else ""),
         row.text,
-        " → ".join(layout for layout, _ in groupby(row.layouts)),  # those that its tries have had in turn
         _steps(row),
         "" if row.loss is None else f"{row.loss:.4f}",
         "" if row.seconds_remaining is None else _clock(row.seconds_remaining),

@@ -19,7 +19,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.jobs.planned import PlannedSubmission
+    from tp_invariant_recipes.jobs.script import PlannedSubmission
     from tp_invariant_recipes.launch.plan import Planning
 
 
@@ -121,7 +121,7 @@ def _planned(
 
 
 def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_json: bool) -> None:
-    from tp_invariant_recipes.jobs.planned import check, execute
+    from tp_invariant_recipes.jobs.script import check, execute
     from tp_invariant_recipes.launch import progress
 
     with progress.busy(to_person, "importing Megatron-Bridge and checking the configuration"):

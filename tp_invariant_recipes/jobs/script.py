@@ -1,18 +1,26 @@
-"""The scripts that SLURM runs: the resources of a job, and the templates in `slurm/` that request them."""
+"""The scripts that SLURM runs, from the templates in `slurm/`: how they are made, and how they are submitted."""
 
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.foreign_text import single_line
+from tp_invariant_recipes.jobs import registry, slurm_client
 from tp_invariant_recipes.multinode import srun_command
+from tp_invariant_recipes.runs.lock import locked, locked_empty
+from tp_invariant_recipes.runs.matrix_dir import Omission
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import SlurmSettings
@@ -126,18 +134,13 @@ def _render(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "q": _quoted,
-        "words": lambda values: " ".join(map(_quoted, values)),
+        "q": lambda value: shlex.quote(str(value)),
+        "words": lambda values: shlex.join(map(str, values)),
         "s": _sbatch,
         "option": _option,
         "comment": single_line,
     }
     return environment.get_template(f"{template}.sbatch.j2").render(values)
-
-
-def _quoted(value: object) -> str:
-    """One word of bash."""
-    return shlex.quote(str(value))
 
 
 def _sbatch(value: object) -> str:
@@ -155,3 +158,170 @@ def _option(text: str) -> str:
     """Return an option as typed: --name or --name=value."""
     name, is_, value = text.partition("=")
     return f"{_sbatch(name)}={_sbatch(value)}" if is_ else _sbatch(name)
+
+
+@dataclass(frozen=True)
+class JobScript:
+    """One job. role: as in submission.json: "train", "cells" or "judge"."""
+
+    role: str
+    file: Path
+    text: str
+
+
+@dataclass(frozen=True)
+class PlannedSubmission:
+    """A submission before it is made.
+
+    kind:     "train" or "verify".
+    about:    a few words about the nodes and ranks that it needs. allocated: the same as numbers.
+    memory:   a line about the fullest rank of its largest run.
+    cells:    of a verify, by name, in the order of the array's tasks; empty for a single run.
+    scripts:  in the order of submission; the second waits for the end of the first.
+    validate: lets Bridge validate the runs. Raises ConfigError.
+    write:    writes the runs, before the scripts.
+    after:    ids of the jobs that must have ended well before the first of these begins.
+    unseen:   requirements of the nodes that this host cannot check, a line each.
+    omitted: combinations of a matrix that no run can have.
+    warnings: what may end a run early, although nothing refuses it.
+    resumed:  whether the directory holds a run, with which the job goes on.
+    completed: why there is nothing to submit: the run has all its steps; None: there is.
+    """
+
+    kind: str
+    model: str
+    about: str
+    allocated: Allocation
+    memory: str
+    directory: RunDir
+    cells: tuple[str, ...]
+    scripts: tuple[JobScript, ...]
+    validate: Callable[[], None]
+    write: Callable[[], None]
+    after: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    omitted: tuple[Omission, ...] = ()
+    warnings: tuple[str, ...] = ()
+    resumed: bool = False
+    completed: str | None = None
+
+    def options(self, number: int, *ids: str) -> list[str]:
+        """sbatch's options beside those of a script. ids: of the jobs before it.
+
+        The second job starts when the first has ended, with or without success.
+        """
+        waits = f"afterany:{ids[0]}" if number else ":".join(("afterok", *self.after)) if self.after else None
+        return ["--kill-on-invalid-dep=yes", f"--dependency={waits}"] if waits else []
+
+    def commands(self) -> list[str]:
+        """Return the command that submits each script, for people."""
+        numbered = enumerate(self.scripts)
+        return [
+            shlex.join(["sbatch", "--parsable", *self.options(number, "JOB"), str(s.file)]) for number, s in numbered
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON of a dry run; documented in slurm/README.md."""
+        return {
+            "schema": registry.SCHEMA,
+            "kind": self.kind,
+            "model": self.model,
+            "directory": str(self.directory.path),
+            "resumed": self.resumed,
+            "nodes": self.allocated.nodes,
+            "ranks_per_node": self.allocated.ranks,
+            "gpus_per_node": self.allocated.gpus,
+            "memory": self.memory,
+            "after": list(self.after),
+            "cells": list(self.cells),
+            "left_out": [asdict(combination) for combination in self.omitted],
+            "unseen": list(self.unseen),
+            "warnings": list(self.warnings),
+            "jobs": [
+                {"role": script.role, "file": str(script.file), "command": command, "script": script.text}
+                for script, command in zip(self.scripts, self.commands(), strict=True)
+            ],
+        }
+
+    def as_dict(self, ids: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
+        done = zip(self.scripts, ids, strict=False)
+        return {
+            "schema": registry.SCHEMA,
+            "kind": self.kind,
+            "model": self.model,
+            "command": shlex.join(["tpi", *sys.argv[1:]]),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "directory": str(self.directory.path),
+            "jobs": [{"id": job, "role": script.role} for script, job in done],
+            **({"cells": list(self.cells)} if self.cells else {}),
+        }
+
+
+def check(submission: PlannedSubmission) -> str | None:
+    """Let Bridge validate the runs. Imports it, 10 to 20 s. Raises ConfigError.
+
+    returns: why Bridge cannot validate on this machine, which may lack a driver or library of the nodes. They will.
+    """
+    try:
+        submission.validate()
+    except TpiError:
+        raise
+    except Exception as error:
+        return f"the nodes will ask Megatron-Bridge, which fails here: {type(error).__name__}: {error}"
+    return None
+
+
+def execute(submission: PlannedSubmission) -> dict[str, Any]:
+    """Write the directory and submit. Returns the contents of submission.json. Raises RunError.
+
+    If SLURM refuses, the directory is removed, so that the corrected command can be repeated.
+    """
+    where = submission.directory
+    new = not where.path.exists()
+    ids: list[str] = []
+    with locked(where) if submission.resumed else locked_empty(where):
+        earlier = {f: f.read_bytes() for f in (where.script, where.submission) if submission.resumed and f.exists()}
+        try:
+            submission.write()
+            where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
+            for script in submission.scripts:
+                where.write_text(script.file, script.text)
+            where.write(where.submission, submission.as_dict())
+            for number, script in enumerate(submission.scripts):
+                ids.append(slurm_client.sbatch(script.file, submission.options(number, *ids)))
+        except BaseException as error:
+            try:
+                slurm_client.cancel(ids)
+            except RunError as other:
+                raise RunError(
+                    f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}"
+                ) from error
+            if submission.resumed:
+                for file in (where.script, where.submission):  # as they were
+                    if file in earlier:
+                        write_atomically(file, earlier[file])
+                    else:
+                        file.unlink(missing_ok=True)
+            else:
+                _remove(where.path, whole=new)
+            raise
+        contents = submission.as_dict(ids)
+        try:
+            registry.remember(where.path, ids)
+            where.write(where.submission, contents)
+        except RunError as error:
+            raise RunError(f"job {' and '.join(ids)} is submitted, but tpi jobs may not find it: {error}") from error
+        return contents
+
+
+def _remove(path: Path, *, whole: bool) -> None:
+    """Remove the contents of a directory that was empty before; if `whole`, the directory itself."""
+    if whole:
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    for entry in path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from tp_invariant_recipes.check.hosts.job import parse_time
 from tp_invariant_recipes.errors import RunError, reason
 
 TIMEOUT = 60.0  # seconds that a command may take
+MARK = "tpi|"  # at the beginning of each row that a command prints for us
 PATIENCE = 20.0  # seconds that sbatch waits for room in a full queue; by default it tries for minutes
 
 # States in which a job never runs again. COMPLETING is not one of them: a requeued job passes through it.
@@ -23,23 +24,18 @@ OVER = frozenset(
 
 @dataclass(frozen=True)
 class Queued:
-    """A job, or tasks of an array, that the controller remembers. It forgets ended ones after minutes.
+    """A job, or a task of an array, that the controller remembers. It forgets ended ones after minutes.
 
-    job:          the id; for an array, the id of the whole array.
-    task:         of an array: one task such as "3", or several waiting ones, such as "0-4"; None: not an array.
     state:        SLURM's word: "PENDING", "RUNNING", "COMPLETED", …
     reason:       SLURM's reason why it waits or ended; "None" without one.
     seconds_remaining: of its time limit; None: no limit, or it does not run.
     nodes:        the nodes that it runs on or ran on last.
     """
 
-    job: str
-    task: str | None
-    name: str
     state: str
-    reason: str
-    seconds_remaining: int | None
-    nodes: tuple[str, ...]
+    reason: str = "None"
+    seconds_remaining: int | None = None
+    nodes: tuple[str, ...] = ()
 
     @property
     def over(self) -> bool:
@@ -101,21 +97,28 @@ def sbatch(script: Path, options: Sequence[str] = ()) -> str:
 
     Raises RunError. While the queue is full, sbatch tries again for PATIENCE seconds.
     """
-    environment = _script_environment(script)
-    return _run(["sbatch", "--parsable", *options, str(script)], environment).strip().partition(";")[0]
+    out = _run(["sbatch", "--parsable", *options, str(script)], _script_environment(script))
+    ids = [match[1] for line in out.splitlines() if (match := re.fullmatch(r"(\d+)(;\S+)?\s*", line, re.ASCII))]
+    if not ids:
+        raise RunError(
+            f"sbatch printed no job id, but {out[:200]!r}; look with squeue --me before you repeat the command"
+        )
+    return ids[-1]
 
 
-def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
-    """Return the jobs with these ids ("12", or "12_0" for an array's task); None: all of this user's.
+def queue() -> dict[str, Queued]:
+    """Return this user's jobs by their ids: "12", or "12_0" for an array's task.
 
-    It includes ended jobs as long as the controller remembers them, and omits those that it forgot or never knew.
-    Raises RunError when SLURM is not installed or does not answer.
+    It includes ended jobs as long as the controller remembers them. Raises RunError when SLURM is not installed or does
+    not answer.
     """
-    whose = ["--me"] if jobs is None else [f"--jobs={','.join(jobs)}"]
-    if whose == ["--jobs="]:
-        return []
-    rows = _run(["squeue", "--noheader", "--states=all", "--format=%F|%K|%T|%r|%L|%N|%j", *whose], forgotten=True)
-    return [_queued(line.split("|", 6)) for line in rows.splitlines()]
+    rows = _rows(["squeue", "--noheader", "--me", "--array", "--states=all"], "%F|%K|%T|%L|%N|%r", 6)
+    return {
+        job if task == "N/A" else f"{job}_{task}": Queued(
+            state, reason, _seconds(remaining) if state == "RUNNING" else None, _hosts(nodes)
+        )
+        for job, task, state, remaining, nodes, reason in rows
+    }
 
 
 def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
@@ -128,11 +131,21 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
         lines = _run(["sacct", *options]).splitlines()
     except RunError:  # without accounts, the run directory still shows how a run ended
         return {}
-    accounts = {}
-    for job, state, code in (line.split("|") for line in lines):
-        status, signal = map(int, code.split(":"))
-        accounts[job] = Accounted(state.split()[0], 128 + signal if signal else status)  # "CANCELLED by 1000"
+    accounts: dict[str, Accounted] = {}
+    for job, task, state, status, signal in (match.groups() for line in lines if (match := _ACCOUNT.fullmatch(line))):
+        account = Accounted(state, 128 + int(signal) if signal != "0" else int(status))
+        accounts |= dict.fromkeys([f"{job}_{number}" for number in _tasks(task)] if task else [job], account)
     return accounts
+
+
+# Of sacct: job, or a task or several of an array that were cancelled while they waited; "CANCELLED by 1000".
+_ACCOUNT = re.compile(r"(\d+)(?:_(\d+|\[[\d,%-]+\]))?\|([A-Z_]+)[^|]*\|(\d+):(\d+)", re.ASCII)
+
+
+def _tasks(listed: str) -> list[int]:
+    """Return the tasks that SLURM lists as "3" or "[0,2-4%2]"."""
+    spans = [span.split("-") for span in listed.strip("[]").partition("%")[0].split(",")]
+    return [task for span in spans for task in range(int(span[0]), int(span[-1]) + 1)]
 
 
 def cancel(jobs: Iterable[str]) -> None:
@@ -143,11 +156,21 @@ def cancel(jobs: Iterable[str]) -> None:
 
 def partitions() -> list[Partition]:
     """All partitions. Raises RunError when SLURM is not installed or does not answer."""
-    lines = _run(["sinfo", "--noheader", "--summarize", "--format=%P|%F|%l"]).splitlines()
-    rows = []
-    for name, nodes, limit in (line.rsplit("|", 2) for line in lines):
-        of_all = int(nodes.rpartition("/")[2])  # allocated/idle/other/total
-        rows.append(Partition(name.removesuffix("*"), name.endswith("*"), of_all, _seconds(limit)))
+    return [  # nodes: allocated/idle/other/total
+        Partition(name.removesuffix("*"), name.endswith("*"), int(nodes.rpartition("/")[2]), _seconds(limit))
+        for name, nodes, limit in _rows(["sinfo", "--noheader", "--summarize"], "%P|%F|%l", 3)
+    ]
+
+
+def _rows(command: Sequence[str], columns: str, count: int) -> list[list[str]]:
+    """Return the rows that a command prints in these columns. Raises RunError.
+
+    Each row begins with MARK, since sites print notices on standard output as well.
+    """
+    lines = _run([*command, f"--format={MARK}{columns}"]).splitlines()
+    rows = [line.removeprefix(MARK).split("|", count - 1) for line in lines if line.startswith(MARK)]
+    if torn := next((row for row in rows if len(row) != count), None):
+        raise RunError(f"{command[0]} printed {'|'.join(torn)[:200]!r}, which is not of the columns {columns}")
     return rows
 
 
@@ -199,12 +222,6 @@ def _error_message(command: str, stderr: str, status: int | None) -> str:
     return f"{command}: {own}" + (f"\n{advice.replace('{conf}', source)}" if advice else "")
 
 
-def _queued(columns: Sequence[str]) -> Queued:
-    job, task, state, reason, remaining, nodes, name = columns
-    seconds = _seconds(remaining) if state == "RUNNING" else None
-    return Queued(job, None if task == "N/A" else task, name, state, reason, seconds, _hosts(nodes))
-
-
 def _seconds(text: str) -> int | None:
     """Return the seconds of a duration as squeue and sinfo print it; None for UNLIMITED, infinite, INVALID, NOT_SET."""
     return parse_time(text) if text[:1].isdigit() else None
@@ -215,7 +232,8 @@ def _hosts(listed: str) -> tuple[str, ...]:
     """Return the node names in SLURM's short form, such as n[1-3],m5."""
     if "[" not in listed:
         return tuple(filter(None, listed.split(",")))
-    return tuple(_run(["scontrol", "show", "hostnames", listed]).split())
+    lines = _run(["scontrol", "show", "hostnames", listed]).splitlines()
+    return tuple(line for line in lines if re.fullmatch(r"[\w.-]+", line))
 
 
 # Options whose variable has a different name.

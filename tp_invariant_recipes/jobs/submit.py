@@ -1,4 +1,4 @@
-"""`tpi submit` plans: compose for the cluster's nodes, check, render the scripts. `planned.py` submits them."""
+"""`tpi submit` plans: compose for the cluster's nodes, check, render the scripts. `script.py` submits them."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,7 @@ from tp_invariant_recipes.features.train.workflow import check as train_check
 from tp_invariant_recipes.features.verify import matrix
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.jobs import registry, script, slurm_client, states
-from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
-from tp_invariant_recipes.jobs.script import CellStep
+from tp_invariant_recipes.jobs.script import CellStep, JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import plan, record, trust
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
@@ -316,7 +315,7 @@ def _ids(names: Sequence[str]) -> tuple[str, ...]:
     """
     if not names:
         return ()
-    known = registry.registered().owners
+    known = dict(registry.registered())
     foreign = [name for name in names if name.isascii() and name.isdigit() and name not in known]
     registered = registry.find([name for name in names if name not in foreign])
     return (*foreign, *(submission.parts[-1].id for submission in registered))
@@ -326,13 +325,10 @@ def _check_no_live_job(where: RunDir) -> None:
     """Raise RunError if a job of this run waits or runs: two jobs would train in one directory."""
     if not where.submission.exists():
         return
-    overview = states.overview(registry.find([str(where.path)]))
-    alive = [state for submission in overview.states for state in submission if state.alive]
-    if alive:
-        job = alive[0].part.id
-        raise RunError(
-            f"{where.path} has job {job}, which is {alive[0].text}: wait for it, or end it: tpi cancel {job}"
-        )
+    known, _ = states.overview(registry.find([str(where.path)]))
+    if alive := next((state for state in known if state.alive), None):
+        job = alive.part.id
+        raise RunError(f"{where.path} has job {job}, which is {alive.text}: wait for it, or end it: tpi cancel {job}")
 
 
 def _write_cells(verification: verify.Verification) -> None:

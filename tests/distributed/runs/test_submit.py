@@ -38,8 +38,8 @@ class Slurm:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.put("sinfo", "printf '%s\\n' 'cpu*|0/3/0/3|1-00:00:00' 'short|0/3/0/3|1:00'")
-        self.put("sbatch", f"echo $((11 + $(wc -l <{folder}/sbatch.said)))")
+        self.put("sinfo", "printf '%s\\n' 'a notice' 'tpi|cpu*|0/3/0/3|1-00:00:00' 'tpi|short|0/3/0/3|1:00'")
+        self.put("sbatch", f"echo a notice; echo $((11 + $(wc -l <{folder}/sbatch.said)))")
         self.put("scancel", "")
 
     def put(self, name: str, body: str) -> None:
@@ -244,7 +244,7 @@ def test_where_a_job_cannot_go_on_with_a_run_it_stays_as_it_was(cli, slurm, here
         "--resume and --verify are different kinds": cli("submit", "--resume", "a", "--verify"),
         "none is not a run directory": cli("submit", "--resume", "none"),
     }
-    slurm.put("squeue", "echo '12|N/A|RUNNING|None|9:00|n1|tpi-a'")
+    slurm.put("squeue", "echo 'tpi|12|N/A|RUNNING|9:00|n1|None'")
     refused["tpi cancel 12"] = cli("submit", "--resume", "a")
     assert [(item.status, item.out) for item in refused.values()] == [(2, "")] * len(refused)
     assert [text for text, item in refused.items() if text not in item.err] == []

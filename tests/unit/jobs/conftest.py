@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.jobs.fake_slurm import SACCT, SCANCEL, SQUEUE, Made, Slurm
-from tp_invariant_recipes.jobs import follow, registry
+from tests.unit.jobs.fake_slurm import NOTICE, SACCT, SCANCEL, SQUEUE, Made, Slurm
+from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
@@ -18,7 +18,7 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     for name, value in {"FIRST_PAUSE": 0.0, "LONGEST_PAUSE": 0.01, "LOOK": 0.01}.items():
-        monkeypatch.setattr(follow, name, value)
+        monkeypatch.setattr(states, name, value)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     folder.mkdir()
     (folder / "number").write_text("0")
     for name, text in {"squeue": SQUEUE, "sacct": SACCT, "scancel": SCANCEL}.items():
-        (folder / name).write_text(text.format(folder=folder))
+        (folder / name).write_text(text.format(folder=folder, notice=NOTICE))
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return Slurm(folder)

@@ -11,14 +11,17 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+NOTICE = "Maintenance|on|Monday at 12:00"  # sites print such lines on standard output
 SQUEUE = r"""#!/bin/bash
 echo "squeue $*" >>{folder}/calls
 n=$(( $(cat {folder}/number) + 1 ))
 if [[ -e {folder}/scene-$n ]]; then echo "$n" >{folder}/number; else n=$((n - 1)); fi
+echo "{notice}"
 . {folder}/scene-$n
 """
 SACCT = r"""#!/bin/bash
 echo "sacct $*" >>{folder}/calls
+echo "{notice}"
 cat {folder}/accounts 2>/dev/null || {{ echo "Slurm accounting storage is disabled" >&2; exit 1; }}
 """
 SCANCEL = r"""#!/bin/bash
@@ -27,12 +30,10 @@ echo "scancel $*" >>{folder}/calls
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
 
-def row(
-    job: str, state: str, reason: str = "None", remaining: str = "9:00", nodes: str = "n1", name: str = "tpi"
-) -> str:
-    """A row of squeue's; job: "12", or "12_3", "12_[0-4]" of an array."""
+def row(job: str, state: str, reason: str = "None", remaining: str = "9:00", nodes: str = "n1") -> str:
+    """A row of squeue's; job: "12", or "12_3" of an array."""
     array, _, task = job.partition("_")
-    return "|".join((array, task.strip("[]") or "N/A", state, reason, remaining, nodes, name))
+    return "|".join(("tpi", array, task or "N/A", state, remaining, nodes, reason))
 
 
 @dataclass

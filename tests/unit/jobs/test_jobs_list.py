@@ -1,4 +1,4 @@
-"""`tpi jobs`: the table."""
+"""`tpi jobs`, and `tpi cancel`."""
 
 import json
 import os
@@ -13,30 +13,17 @@ def test_the_table_of_a_verify(cli, slurm, submitted):
     slurm.scene(row("12_1", "RUNNING", remaining="1-02:03:04"), row("13", "PENDING", "Dependency"))
     now(made.attempt("tp1", outcome="completed"))
     now(made.steps(20, "tp1"))
-    degrees = {"tp": 2, "pp": 1, "dp": 4, "sp": True}
-    for dp in (4, 4, 2):
-        repeated = made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": "n2"}, layout=degrees | {"dp": dp})
-    now(repeated)
+    now(made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": "n2"}))
     now(made.steps(7, "tp2", torn='{"step": 8, "lo'))
     ended = cli("jobs")
     assert (ended.status, ended.err) == (0, "")
     lines = [" ".join(line.split()) for line in ended.out.splitlines() if line.strip()]
-    assert lines[0] == "job run state layout step loss time left"
+    assert lines[0] == "job run state step loss time left"
     assert lines[1:] == [
         "12_0 v/tp1 completed 20 of 20 3.0000",
-        "12_1 v/tp2 running try 3 tp=2 dp=4 → tp=2 dp=2 7 of 20 4.3000 1-02:03:04",
+        "12_1 v/tp2 running try 3 7 of 20 4.3000 1-02:03:04",
         "13 v (judge) pending (Dependency)",
     ]
-
-
-def test_a_judge_that_has_ended_shows_the_verdict(cli, slurm, submitted):
-    made = submitted("v", cells=("tp1",))
-    slurm.scene()
-    verdict = {"verdict": "different", "exit_status": 1, "text": "different: tp=2 computed other bits"}
-    (made.directory / "verify.json").write_text(json.dumps(verdict))
-    result = json.loads(cli("jobs", "v", "--json").out)["jobs"][-1]
-    assert (result["role"], result["state"], result["exit_status"]) == ("judge", "different", 1)
-    assert "13 v: different: tp=2 computed other bits" in cli("jobs", "v").out
 
 
 def test_without_names_the_queue_and_the_last_day_are_listed(cli, slurm, submitted):
@@ -46,20 +33,21 @@ def test_without_names_the_queue_and_the_last_day_are_listed(cli, slurm, submitt
             age(made.directory)
         if name.startswith("gone"):
             os.rename(made.directory, made.directory.with_name(f"x{number}"))
-    slurm.scene(row("10", "PENDING"), row("14", "RUNNING"), row("99", "RUNNING", name="somebody's own"))
+    slurm.scene(row("10", "PENDING"), row("14", "RUNNING"), row("99", "RUNNING"))
     names = [job["run"] for job in json.loads(cli("jobs", "--json").out)["jobs"]]
-    assert names == ["queued", "recent", "gone-queued"]
+    assert names == ["queued", "recent"]
     assert "--me" in slurm.calls("squeue")[0]
     names = [job["run"] for job in json.loads(cli("jobs", "--all", "--json").out)["jobs"]]
-    assert names == ["queued", "recent", "old", "gone-queued"]
+    assert names == ["queued", "recent", "old"]
 
 
-def test_a_run_whose_directory_is_gone_still_has_a_state(cli, slurm, submitted):
+def test_a_job_whose_directory_is_gone_is_for_slurms_own_commands(cli, slurm, submitted):
     made = submitted("a")
     os.rename(made.directory, made.directory.with_name("b"))
-    slurm.scene(row("12", "RUNNING"))
-    (result,) = json.loads(cli("jobs", "12", "--json").out)["jobs"]
-    assert (result["state"], result["step"], result["note"]) == ("RUNNING", None, f"{made.directory} is gone")
+    assert cli("cancel", "12").err == (
+        f"error: {made.directory}/submission.json cannot be read: No such file or directory; SLURM's own commands take "
+        "its id: squeue --jobs=12\n"
+    )
 
 
 @pytest.mark.parametrize("names", ((), ("a", "b")), ids=("listed", "named"))
@@ -90,3 +78,48 @@ def test_where_slurm_is_not_installed_commands_that_need_it_say_so(cli, submitte
 def test_without_any_job_the_list_says_so(cli):
     ended = cli("jobs")
     assert (ended.status, ended.out) == (0, "none in the queue or ended within a day; --all lists all\n")
+
+
+# tpi cancel
+
+
+def test_cancel_ends_the_judge_before_the_array(cli, slurm, submitted):
+    made = submitted("v", cells=("tp1", "tp2", "tp4"))
+    now(made.attempt("tp1", outcome="completed"))
+    now(made.steps(20, "tp1"))
+    now(made.steps(3, "tp2"))
+    slurm.scene(row("12_1", "RUNNING"), row("12_2", "PENDING", "Resources"), row("13", "PENDING", "Dependency"))
+    ended = cli("cancel", "v")
+    assert (ended.status, ended.err) == (0, "")
+    assert slurm.calls("scancel") == ["13", "12"]
+    assert ended.out.splitlines() == [
+        "12_0 v/tp1: has ended already: completed",
+        "12_1 v/tp2: cancelled (was running)",
+        "12_2 v/tp4: cancelled (was pending (Resources))",
+        "13 v: cancelled (was pending (Dependency))",
+        "a run that can save in time does; continue it:",
+        f"  sbatch --array=1 {made.directory}/job.sbatch",
+    ]
+
+
+def test_cancel_one_task_leaves_the_others(cli, slurm, submitted):
+    submitted("v", cells=("tp1", "tp2"))
+    slurm.scene(row("12_0", "PENDING"), row("12_1", "PENDING"), row("13", "PENDING", "Dependency"))
+    assert cli("cancel", "12_1").out == "12_1 v/tp2: cancelled (was pending)\n"
+    assert slurm.calls("scancel") == ["12_1"]
+
+
+def test_cancel_of_a_job_that_has_ended_is_no_mistake(cli, slurm, submitted):
+    now(submitted().attempt(outcome="completed"))
+    slurm.scene()
+    ended = cli("cancel", "12")
+    assert (ended.status, ended.out) == (0, "12 a: has ended already: completed\n")
+    assert slurm.calls("scancel") == []
+
+
+def test_cancel_does_not_say_ended_of_a_job_of_which_nothing_is_known(cli, slurm, submitted):
+    submitted()
+    slurm.scene()
+    ended = cli("cancel", "12")
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err == "error: SLURM does not know 12, and no run recorded an end: squeue --me lists your jobs\n"

@@ -3,8 +3,8 @@
 import io
 
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.jobs import follow
-from tp_invariant_recipes.jobs.follow import LogSource, Tails
+from tp_invariant_recipes.jobs import logs
+from tp_invariant_recipes.jobs.logs import LogSource, Tails
 from tp_invariant_recipes.machine import terminal
 
 
@@ -31,11 +31,11 @@ def test_logs_of_a_verify_are_those_of_its_cells_and_the_judge(cli, slurm, submi
         now(made.put(made.directory / "logs" / f"job-{job}.log", text))
     now(made.put(made.directory / "tp2" / "logs" / "rank-0.log", "of a rank\n"))
     assert cli("logs", "v").out == "==> v/tp1 <==\none\n\n==> v/tp2 <==\ntwo\n\n==> v <==\nidentical\n"
-    assert cli("logs", "v", "--cell", "tp2").out == cli("logs", "12_1").out == "two\n"
-    assert cli("logs", "v", "--cell", "tp2", "--rank", "0").out == "of a rank\n"
+    assert cli("logs", "12_1").out == "two\n"
+    assert cli("logs", "12_1", "--rank", "0").out == "of a rank\n"
     for log in (made.directory / "logs").iterdir():
         log.unlink()
-    slurm.scene(row("12_[0-1]", "PENDING"), row("13", "PENDING", "Dependency"))
+    slurm.scene(row("12_0", "PENDING"), row("12_1", "PENDING"), row("13", "PENDING", "Dependency"))
     assert cli("logs", "v").err.splitlines() == [
         "error: no log of v is there yet; -f waits for it",
         "logs of ranks that are there: rank-0.log",
@@ -43,24 +43,8 @@ def test_logs_of_a_verify_are_those_of_its_cells_and_the_judge(cli, slurm, submi
         "12_1: pending",
         "13: pending (Dependency)",
     ]
-    assert "error: --rank 0 of which run? say --cell NAME: tp1, tp2" in cli("logs", "v", "--rank", "0").err
-    assert "error: v has no cell tp3; did you mean 'tp2'?" in cli("logs", "v", "--cell", "tp3").err
-
-
-def test_logs_of_a_run_have_no_cells(cli, submitted):
-    submitted()
-    assert cli("logs", "a", "--cell", "tp1").err == "error: a has no cell tp1; it is no tpi submit --verify\n"
-
-
-def test_logs_of_a_job_that_waits_say_why(cli, slurm, submitted):
-    made = submitted()
-    slurm.scene(row("12", "PENDING", "Resources"))
-    ended = cli("logs", "12")
-    assert (ended.status, ended.out) == (2, "")
-    assert ended.err.splitlines() == [
-        f"error: {made.directory}/logs/job-12.log is not there yet; -f waits for it",
-        "12: pending (Resources)",
-    ]
+    wrong = cli("logs", "v", "--rank", "0").err
+    assert wrong == "error: --rank 0 of which run? name its job: 12_0 (tp1), 12_1 (tp2)\n"
 
 
 def test_following_goes_on_over_a_requeue_and_ends_with_the_job(cli, slurm, submitted):
@@ -83,15 +67,6 @@ def test_following_goes_on_over_a_requeue_and_ends_with_the_job(cli, slurm, subm
     ]
 
 
-def test_following_one_cell_ends_with_it(cli, slurm, submitted):
-    made = submitted("v", cells=("tp1", "tp2"))
-    now(made.put(made.directory / "logs" / "job-12_0.log", "one\n"))
-    slurm.scene(row("12_0", "RUNNING"), row("12_1", "RUNNING"), row("13", "PENDING"))
-    slurm.scene(row("12_1", "RUNNING"), row("13", "PENDING"), before=made.attempt("tp1", outcome="completed"))
-    ended = cli("logs", "-f", "v", "--cell", "tp1")
-    assert (ended.status, ended.out) == (0, "one\n")
-
-
 def test_ctrl_c_ends_the_following_and_not_the_job(cli, slurm, submitted, monkeypatch):
     submitted()
     slurm.scene(row("12", "RUNNING"))
@@ -99,7 +74,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cli, slurm, submitted, monkey
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(follow.time, "sleep", interrupt)
+    monkeypatch.setattr(logs.time, "sleep", interrupt)
     assert cli("logs", "-f", "12").status == 130
     assert cli("wait", "12").status == 130
     assert slurm.calls("scancel") == []

@@ -52,57 +52,50 @@ def asked_of_slurm(tmp_path) -> Callable[[], list[tuple[list[str], list[str]]]]:
     return read
 
 
+NOTICE = "** Maintenance on Monday|12|N/A|RUNNING **\n7 nodes are down\n"
 ROWS = """\
-7|N/A|RUNNING|None|9:56|n1|tpi-a|b
-8|0-4|PENDING|Resources|10:00||tpi-v
-8|5|RUNNING|None|1-02:03:04|n[2-3]|tpi-v
-9|N/A|RUNNING|None|UNLIMITED|n1,m4|x
-10|N/A|COMPLETED|None|9:45|n1|y
+tpi|7|N/A|RUNNING|9:56|n1|None
+tpi|8|0|PENDING|10:00||Resources
+tpi|8|5|RUNNING|1-02:03:04|n[2-3]|None
+tpi|9|N/A|RUNNING|UNLIMITED|n1,m4|None
+tpi|10|N/A|COMPLETED|9:45|n1|a|b
 """
 
 
 def test_the_queue_is_read(command, asked_of_slurm):
-    command("squeue", ROWS)
-    command("scontrol", "n2\nn3\n")
-    assert slurm_client.queue() == [
-        Queued("7", None, "tpi-a|b", "RUNNING", "None", 596, ("n1",)),
-        Queued("8", "0-4", "tpi-v", "PENDING", "Resources", None, ()),
-        Queued("8", "5", "tpi-v", "RUNNING", "None", 93784, ("n2", "n3")),
-        Queued("9", None, "x", "RUNNING", "None", None, ("n1", "m4")),
-        Queued("10", None, "y", "COMPLETED", "None", None, ("n1",)),
-    ]
-    assert "--me" in asked_of_slurm()[0][0]
+    command("squeue", NOTICE + ROWS)
+    command("scontrol", "a notice\nn2\nn3\n")
+    assert slurm_client.queue() == {
+        "7": Queued("RUNNING", "None", 596, ("n1",)),
+        "8_0": Queued("PENDING", "Resources"),
+        "8_5": Queued("RUNNING", "None", 93784, ("n2", "n3")),
+        "9": Queued("RUNNING", "None", None, ("n1", "m4")),
+        "10": Queued("COMPLETED", "a|b", None, ("n1",)),
+    }
     assert asked_of_slurm()[1][0] == ["show", "hostnames", "n[2-3]"]
 
 
-def test_only_what_is_asked_for_is_looked_up(command, asked_of_slurm):
-    command("squeue")
-    assert slurm_client.queue(["7", "8_0"]) == []
-    assert slurm_client.queue([]) == []
-    assert [words for words, _ in asked_of_slurm()] == [
-        ["--noheader", "--states=all", "--format=%F|%K|%T|%r|%L|%N|%j", "--jobs=7,8_0"]
-    ]
-
-
-def test_a_job_that_is_forgotten_is_absent(command):
-    command("squeue", err="slurm_load_jobs error: Invalid job id specified\n", status=1)
-    assert slurm_client.queue(["7"]) == []
+def test_a_row_that_is_torn_is_an_error(command):
+    command("sinfo", "tpi|cpu*|0/")
+    with pytest.raises(RunError, match=r"^sinfo printed 'cpu\*\|0/', which is not of the columns"):
+        slurm_client.partitions()
 
 
 def test_a_job_that_can_rerun_is_not_over():
     def over(state: str) -> bool:
-        return Queued("7", None, "x", state, "None", None, ()).over
+        return Queued(state).over
 
     assert not any(map(over, ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "REQUEUE_HOLD")))
     assert all(map(over, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")))
 
 
 def test_the_accounts_are_read(command, asked_of_slurm):
-    command("sacct", "7|COMPLETED|0:0\n8_0|FAILED|2:0\n8_1|CANCELLED by 1000|0:15\n9|RUNNING|0:0\n")
+    rows = "7|COMPLETED|0:0\n8_0|FAILED|2:0\n8_[1,3-4%2]|CANCELLED by 1000|0:15\n9|RUNNING|0:0\n"
+    command("sacct", NOTICE + rows)
     assert slurm_client.accounting(["7", "8", "9"]) == {
         "7": Accounted("COMPLETED", 0),
         "8_0": Accounted("FAILED", 2),
-        "8_1": Accounted("CANCELLED", 143),
+        **{f"8_{task}": Accounted("CANCELLED", 143) for task in (1, 3, 4)},
         "9": Accounted("RUNNING", 0),
     }
     assert asked_of_slurm()[0][0][-1] == "--jobs=7,8,9"
@@ -116,7 +109,8 @@ def test_without_accounts_nothing_is_known(command):
 
 
 def test_the_partitions_are_read(command):
-    command("sinfo", "cpu*|2/1/0/3|1-00:00:00\nshort|0/3/0/3|1:00\nfree|0/1/1/2|infinite\n")
+    rows = "tpi|cpu*|2/1/0/3|1-00:00:00\ntpi|short|0/3/0/3|1:00\ntpi|free|0/1/1/2|infinite\n"
+    command("sinfo", NOTICE + rows)
     assert slurm_client.partitions() == [
         Partition("cpu", True, 3, 86400),
         Partition("short", False, 3, 60),
@@ -147,11 +141,17 @@ def script(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("answer", ("12\n", "12;cluster\n"))
+@pytest.mark.parametrize("answer", ("12\n", "12;cluster\n", f"{NOTICE}12\n", f"3\n12;cluster\nsee the wiki\n{NOTICE}"))
 def test_submitting_gives_the_id(command, asked_of_slurm, script, answer):
     command("sbatch", answer)
     assert slurm_client.sbatch(script, ["--dependency=afterany:7"]) == "12"
     assert asked_of_slurm()[0][0] == ["--parsable", "--dependency=afterany:7", str(script)]
+
+
+def test_an_answer_without_an_id_is_an_error(command, script):
+    command("sbatch", NOTICE)
+    with pytest.raises(RunError, match=r"^sbatch printed no job id, but '\*\* Maintenance .*; look with squeue --me"):
+        slurm_client.sbatch(script, [])
 
 
 def test_the_script_says_more_than_variables(command, asked_of_slurm, script, monkeypatch):

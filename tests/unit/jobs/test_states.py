@@ -68,8 +68,7 @@ def test_the_state_of_a_job(cli, slurm, submitted, queued, attempt, accounts, ex
     assert (result["state"] + reason + repeated, result["exit_status"]) == (text, status)
     assert result["alive"] is (status is None)
     assert note in result["note"] if note else result["note"] is None
-    assert slurm.calls("squeue") == [slurm.calls("squeue")[0]]
-    assert "--jobs=12" in slurm.calls("squeue")[0]
+    assert len(slurm.calls("squeue")) == 1
 
 
 def test_a_script_that_was_resubmitted_is_followed_by_its_new_id(cli, slurm, submitted):
@@ -92,30 +91,10 @@ def test_an_id_of_another_cluster_is_not_taken_for_this_one(cli, slurm, submitte
     assert b["state"] == "RUNNING"
 
 
-# Tasks of an array of three, as squeue may write them.
-ARRAYS = (
-    (["12_[0-2]"], ["PENDING"] * 3),
-    (["12_[1-2%1]", "12_0"], ["RUNNING", "PENDING", "PENDING"]),
-    (["12_1", "12_[0,2]"], ["PENDING", "RUNNING", "PENDING"]),
-    (["12_[0,2,...]", "12_1"], ["PENDING", "RUNNING", "PENDING"]),
-    (["12_2"], ["unknown", "unknown", "RUNNING"]),
-)
-
-
-@pytest.mark.parametrize("rows, words", ARRAYS, ids=[" ".join(rows) for rows, _ in ARRAYS])
-def test_the_tasks_of_an_array_have_rows_of_their_own(cli, slurm, submitted, rows, words):
-    submitted("v", cells=("tp1", "tp2", "tp4"))
-    slurm.scene(
-        *(row(item, "PENDING" if "[" in item else "RUNNING") for item in rows), row("13", "PENDING", "Dependency")
-    )
-    results = json.loads(cli("jobs", "v", "--json").out)["jobs"]
-    assert [result["state"] for result in results] == [*words, "PENDING"]
-    assert [result["run"] for result in results] == ["v/tp1", "v/tp2", "v/tp4", "v"]
-
-
 def test_tasks_that_were_cancelled_at_once_have_one_account(cli, slurm, submitted):
-    submitted("v", cells=("tp1", "tp2", "tp4"))
-    slurm.scene()
-    slurm.accounts("12_0|COMPLETED|0:0", "12_[1-2]|CANCELLED by 0|0:0", "13|CANCELLED by 0|0:0")
+    submitted("v", cells=("tp1", "tp2", "tp4", "tp8"))
+    slurm.scene(row("12_3", "RUNNING"))
+    slurm.accounts("12_0|COMPLETED|0:0", "12_[1-2%1]|CANCELLED by 0|0:0", "13|CANCELLED by 0|0:0")
     results = json.loads(cli("jobs", "v", "--json").out)["jobs"]
-    assert [result["state"] for result in results] == ["COMPLETED", "CANCELLED", "CANCELLED", "CANCELLED"]
+    assert [result["state"] for result in results] == ["COMPLETED", "CANCELLED", "CANCELLED", "RUNNING", "CANCELLED"]
+    assert [result["run"] for result in results] == ["v/tp1", "v/tp2", "v/tp4", "v/tp8", "v"]

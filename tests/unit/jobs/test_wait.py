@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.jobs import follow, registry
+from tp_invariant_recipes.jobs import registry, states
 
 
 def test_wait_goes_on_over_a_requeue_and_says_what_changes(cli, slurm, submitted):
@@ -53,20 +53,20 @@ def test_wait_does_not_take_the_word_of_an_earlier_try_for_the_last(cli, slurm, 
 def test_wait_goes_on_when_a_job_that_has_ended_is_restarted(slurm, submitted, monkeypatch):
     made = submitted()
     clock = [0.0]
-    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(states.time, "monotonic", lambda: clock[0])
     slurm.scene(row("12", "FAILED"))
     for _ in range(20):
         slurm.scene(row("12", "RUNNING"))
     slurm.scene(before=made.attempt(outcome="completed"))
-    watch = follow.SubmissionWatch(registry.find(["12"]), lambda line: None)
+    watch = states.Watch(registry.find(["12"]), lambda line: None)
     while not watch():
         clock[0] += 1.0
     assert [state.word for state in watch.states[0]] == ["completed"]
-    assert clock[0] > follow.SETTLE
+    assert clock[0] > states.SETTLE
 
 
 def test_wait_for_a_job_that_leaves_no_word_ends_in_the_end(cli, slurm, submitted, monkeypatch):
-    monkeypatch.setattr(follow, "SETTLE", 1.0)
+    monkeypatch.setattr(states, "SETTLE", 1.0)
     made = submitted()
     now(made.attempt())
     log = made.directory / "logs" / "job-12.log"
@@ -152,14 +152,14 @@ def test_the_controller_is_asked_less_and_less_often(slurm, submitted, monkeypat
     made = submitted()
     clock = [0.0]
     asked = []
-    monkeypatch.setattr(follow, "FIRST_PAUSE", 2.0)
-    monkeypatch.setattr(follow, "LONGEST_PAUSE", 15.0)
-    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(states, "FIRST_PAUSE", 2.0)
+    monkeypatch.setattr(states, "LONGEST_PAUSE", 15.0)
+    monkeypatch.setattr(states.time, "monotonic", lambda: clock[0])
     slurm.scene(row("12", "PENDING"))
     for _ in range(14):
         slurm.scene(row("12", "RUNNING"))
     slurm.scene(before=made.attempt(outcome="completed"))
-    watch = follow.SubmissionWatch(registry.find(["12"]), lambda line: None)
+    watch = states.Watch(registry.find(["12"]), lambda line: None)
     while True:
         before = len(slurm.calls("squeue"))
         over = watch()
