@@ -215,7 +215,7 @@ def bridge() -> None:
     for name in LATE:
         import_module(name)
     for model, *words in FREQUENT:
-        hydra_tree.composed([f"model={model}", "device=cpu", *words], None)
+        hydra_tree.merged([f"model={model}", "device=cpu", *words])
 
     MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
     warm()

@@ -16,6 +16,7 @@ from tp_invariant_recipes.check.invariant import (
     latent,
     multi_token,
     packed,
+    shards,
 )
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.fields.catalogue import adjustable
@@ -203,6 +204,23 @@ def _is_old_layer_wise(config: RunConfig, was: Any) -> bool:
     return named and not was and not muon.owns_copies(config)
 
 
+def _graphed(config: RunConfig) -> list[str] | None:
+    """Return the modules that Transformer Engine's graphs capture."""
+    te = config.model.get("cuda_graph_impl") == cuda_graphs.TE
+    return cuda_graphs.graphed_modules(config.model, config.numerics.invariant) if te else None
+
+
+def _vocabulary(config: RunConfig) -> int | None:
+    """Return the vocabulary of a model that has its tokenizer's: as Bridge pads it under stock, and otherwise as at
+    tp=1.
+    """
+    size, multiple = config.at("tokenizer.vocab_size"), config.model.get("make_vocab_size_divisible_by") or 1
+    if not isinstance(size, int):
+        return None
+    multiple *= 1 if config.numerics.invariant else config.layout.tp
+    return -(-size // multiple) * multiple
+
+
 ROWS: tuple[Adjustment, ...] = (
     *(_by_row(path, field) for path, field in adjustable()),
     # Without FSDP the optimizer is as sharded as the recipe says, and a model has memory from the beginning.
@@ -296,6 +314,24 @@ ROWS: tuple[Adjustment, ...] = (
     _row(False, _CPU, "model.use_te_rng_tracker rng.te_rng_tracker", lambda t, was: was and t.device.kind == "cpu"),
     *map(_variable, environment.VARIABLES),
 )  # fmt: skip
+
+
+# Settings that follow others where nobody sets them -> what they are then, of a run that needs them; None: none.
+FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
+    "numerics.virtual_shards": lambda t: shards.default_shards(t) if t.numerics.invariant else None,
+    "numerics.expert_groups": expert_groups.groups_of_run,
+    "model.cuda_graph_modules": _graphed,
+    "model.vocab_size": _vocabulary,
+}
+
+
+def complete(config: RunConfig) -> RunConfig:
+    """Return the run with the settings of FOLLOWING where its files have null."""
+    for path, follows in FOLLOWING.items():
+        section, _, name = path.partition(".")
+        if config.section(section).get(name, NOT_SET) is None and (value := follows(config)) is not None:
+            config = config.with_fields(section, **{name: value})
+    return config
 
 
 def adjust(

@@ -1,26 +1,37 @@
-"""Compose `conf/` and the command line's overrides into a RunConfig, with every mistake in one message."""
+"""Compose `conf/` and the command line's overrides into a RunConfig, with every mistake in one message.
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+Words are read and judged, Hydra merges the files of their options once, and what has been typed is set there. A recipe
+is adjusted, and every rule is asked.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tp_invariant_recipes.check import functions, relations, switched_off
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config import adjusted, graph_choice, hydra_tree
 from tp_invariant_recipes.config.identity import flat
-from tp_invariant_recipes.config.override_rules import sound_overrides
-from tp_invariant_recipes.config.overrides import Override, of_two_keys, parse, parse_all
-from tp_invariant_recipes.config.recipe_question import question, read_recipe
-from tp_invariant_recipes.config.sections import RECIPES_OWN, checked_sections
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, refuse
+from tp_invariant_recipes.config.override_rules import fitting_overrides, misfits, sound_overrides
+from tp_invariant_recipes.config.overrides import Override, cluster_files, of_two_keys, parse, parse_all
+from tp_invariant_recipes.config.recipe_question import hf_folder, question, read_recipe
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, listed, refuse
 from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings import conf_files, peft, schema
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.sections import OWN_SECTIONS
+from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sizing import room
-from tp_invariant_recipes.sources import recipe_answers, recipe_process, recipe_source
+from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
+
+OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
+# Groups that a recipe decides unless the command line names an option.
+RECIPES_OWN = ("precision", "data", "logging", "cuda_graph", "peft")
 
 
 @dataclass(frozen=True)
@@ -55,61 +66,45 @@ def compose(
     also: lists what else is wrong with the configuration, such as files that are missing on this machine.
     Raises ConfigError listing every problem that can be found without building the model.
     """
+    requested = parse_all(overrides)
     if recipe_source.is_recipe(model):
         model = recipe_source.absolute(model) or model
         with suppress(ConfigError):  # `_compose` lists it with the other problems
             if recipe_process.forks():
-                asked = question(model, parse_all(overrides))
+                asked = question(model, requested)
                 recipe_answers.prepare(model, *asked, hf_folder=asked[1])
-    return recipe_process.run(model, lambda: _compose(model, overrides, device, numerics, also))
+    defaults = [parse(f"{group}={it}") for group, it in {"device": device, "numerics": numerics}.items() if it]
+    return recipe_process.run(model, lambda: _compose(model, requested, defaults, also))
 
 
 def _compose(
     model: str,
-    overrides: Sequence[str | Override],
-    device: str | None,
-    numerics: str | None,
+    requested: Sequence[Override],
+    defaults: Sequence[Override],
     also: Callable[[RunConfig], list[str]] | None,
 ) -> Composed:
     """As `compose`, in a process that may call the recipe."""
     problems = conf_files.problems()
-    requested = parse_all(overrides)
     known = _is_known(model, requested, problems)
     problems += of_two_keys(requested)
     sound = sound_overrides(model, requested, problems)
-    defaults = {"device": device, "numerics": numerics}
-    sound += [
-        parse(f"{group}={option}")
-        for group, option in defaults.items()
-        if option is not None and not any(o.path == group for o in sound)
-    ]
-    if known:
-        sections, accepted = checked_sections(model, sound, problems)
-        composed = RunConfig(sections)
-        with _covered(model, problems):
-            config = _adjusted(model, sound, composed)
-            problems += lines(check(config))
-            typed = [override.path for override in accepted]
-            of_typed = (relations.unpadded, switched_off.idle, functions.unknown)
-            problems += lines(problem for rule in of_typed for problem in rule(config, typed))
-            problems += also(config) if also else []
-    if OR_STOCK in problems and not _stock_takes(model, sound, problems):
-        problems.remove(OR_STOCK)
+    sound += [default for default in defaults if not any(o.path == default.path for o in sound)]
+    if not known:
+        raise ConfigError(listed(problems), problems)
+    composed, typed = _typed(model, sound, problems)
+    with _covered(model, problems):
+        eager = _adjusted(model, typed, composed)
+        problems += lines(check(eager))
+        paths = [override.path for override in typed]
+        of_typed = (relations.unpadded, switched_off.idle, functions.unknown)
+        problems += lines(problem for rule in of_typed for problem in rule(eager, paths))
+        problems += also(eager) if also else []
+        if OR_STOCK in problems and {*lines(check(_under_stock(composed)))} - {*problems}:
+            problems.remove(OR_STOCK)
     refuse(problems)
-    chosen = None
-    if graph_choice.decides(sound, recipe=recipe_source.is_recipe(model)):
-        config, chosen = _with_graphs(model, sound, composed, config)
-    return Composed(model, tuple(requested), config, chosen)
-
-
-def _stock_takes(model: str, sound: Sequence[Override], problems: Collection[str]) -> bool:
-    """Whether numerics=stock meets no problem of its own: one that is not among these."""
-    others = [override for override in sound if override.path.partition(".")[0] != "numerics"]
-    wrong: list[str] = []
-    with suppress(ConfigError):  # which has its problems in `wrong` already
-        sections, _ = checked_sections(model, [*others, parse(f"numerics={STOCK}")], wrong)
-        wrong += lines(check(RunConfig(sections)))
-    return not {*wrong} - {*problems}
+    if not graph_choice.decides(typed, recipe=recipe_source.is_recipe(model)):
+        return Composed(model, tuple(requested), eager)
+    return Composed(model, tuple(requested), *_with_graphs(model, typed, composed, eager))
 
 
 def _is_known(model: str, overrides: Sequence[Override], problems: list[str]) -> bool:
@@ -140,7 +135,114 @@ def _folder(model: str) -> str | None:
     return weights if (Path(model) / "config.json").is_file() else None
 
 
-def _with_graphs(model: str, sound: Sequence[Override], composed: RunConfig, eager: RunConfig) -> tuple[RunConfig, str]:
+def _typed(model: str, sound: Sequence[Override], problems: list[str]) -> tuple[RunConfig, Sequence[Override]]:
+    """Return the run with the values that fit their fields, and the overrides that do. Others are problems.
+
+    Raises ConfigError where files put into a section of Bridge's what no rule can judge.
+    """
+    recipe = read_recipe(model, sound) if recipe_source.is_recipe(model) else None
+    cluster = next(iter(cluster_files(sound)), None)
+    try:
+        tree = hydra_tree.merged(_options(model, sound, recipe), cluster, recipe.text if recipe else None)
+        fitting = fitting_overrides(hydra_tree.plain(tree), sound, problems)
+        values = [*_cluster_name(cluster), *((o.path, o.data) for o in fitting if not o.group)]
+        sections = hydra_tree.resolved(tree, values, cluster)
+    except ConfigError as error:
+        messages = [*problems, *error.problems]
+        raise ConfigError(listed(messages), messages) from error
+    if sections.get(peft.SECTION, ()) is None:  # peft=none
+        del sections[peft.SECTION]
+    why = "a file puts a value where fields belong, as in"
+    if messages := [f"{name}: {why} {name}.FIELD" for name in _not_sections(sections)]:
+        refuse([*problems, *messages])
+    if recipe:
+        _keep_recipes_fields(sections, recipe, fitting)
+    wrong = _wrong_in_files(sections)
+    problems += [problem for problem in wrong.values() if problem not in problems]
+    if any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
+        raise ConfigError(listed(problems), problems)
+    _as_by_default(sections, wrong)
+    return _completed(RunConfig(sections), recipe), fitting
+
+
+def _options(model: str, overrides: Sequence[Override], recipe: recipe_layer.RecipeAnswer | None) -> list[str]:
+    """Return the options of groups as Hydra takes them; a recipe has options of its own groups where they are typed."""
+    chosen = {o.path: hydra_tree.GIVEN if o.given_file else o.value for o in overrides if o.group}
+    left_out = [f"~{group}" for group in RECIPES_OWN if recipe and group not in chosen]
+    chosen["model"] = hydra_tree.GIVEN if recipe else model
+    return [*left_out, *(f"{group}={option}" for group, option in chosen.items())]
+
+
+def _cluster_name(file: Any) -> list[tuple[str, str]]:
+    """Return the value that names a cluster after its file, unless the file does: else it has the name of its base."""
+    written = hydra_tree.read(file) if file else {}
+    section = written.get("cluster", written)  # a file without "# @package _global_" holds the section's fields alone
+    named = file is None or not isinstance(section, dict) or "name" in section
+    return [] if named else [("cluster.name", file.stem)]
+
+
+def _not_sections(sections: dict[str, Any]) -> list[str]:
+    known = [name for name in sections if name in schema.SECTIONS and name != "mixed_precision"]
+    # An override makes a section again of what a file has put there, but `config.yaml` holds all fields of these.
+    whole = {name: schema.fields(OWN_SECTIONS[name]).keys() for name in ("cluster", "slurm")}
+    return [
+        name for name in known if not isinstance(sections[name], dict) or whole.get(name, set()) - sections[name].keys()
+    ]
+
+
+def _keep_recipes_fields(
+    sections: dict[str, Any], answer: recipe_layer.RecipeAnswer, overrides: Sequence[Override]
+) -> None:
+    """Drop the fields of pretraining that a recipe leaves out, and note what else follows from its answer."""
+    typed = [override.path for override in overrides]
+    sections["dataset"] = recipe_layer.without_pretraining_fields(sections["dataset"], answer, typed)
+    sections["recipe"]["hf_folder"] = hf_folder(overrides)
+    sections["recipe"]["kept"] = [path for path in sections["recipe"]["kept"] if path not in typed]
+
+
+def _wrong_in_files(sections: dict[str, Any]) -> dict[str, str]:
+    """Path -> problem of what files hold: no section, a value of another type, or out of its range."""
+    wrong = {
+        section: f"{section}: no such section{nearest(section, schema.SECTIONS)}"
+        for section in sections
+        if section not in schema.SECTIONS
+    }
+    for key in SHORT_KEYS.values():
+        section, _, name = key.path.partition(".")
+        value = sections[section].get(name)
+        try:
+            convert(value, key.type)
+        except WrongType as error:
+            wrong[key.path] = f"{key.path}={value}: {error}"
+    return wrong | misfits(sections, {})
+
+
+def _as_by_default(sections: dict[str, Any], wrong: Iterable[str]) -> None:
+    """Put defaults where files hold a refused value, so that the rules find the other problems, too."""
+    for section, _, name in (path.partition(".") for path in wrong):
+        if section not in OWN_SECTIONS:
+            sections.pop(section)
+        else:
+            field, defaults = name.partition(".")[0], asdict(OWN_SECTIONS[section]())
+            sections[section].pop(field, None)
+            sections[section] |= {field: defaults[field]} if field in defaults else {}
+
+
+def _completed(config: RunConfig, recipe: recipe_layer.RecipeAnswer | None) -> RunConfig:
+    """Return the run with the settings that follow others, and without what a recipe leaves to its model's class."""
+    config = adjusted.complete(config)
+    if recipe is None:
+        return config
+    return RunConfig({**config.sections, "model": recipe_layer.without_defaults(config.model, recipe)})
+
+
+def _under_stock(config: RunConfig) -> RunConfig:
+    """Return the run under stock numerics, without what only the invariant ones have."""
+    numerics = {"mode": STOCK, "initial_weights": "megatron"}
+    return RunConfig({**config.sections, "numerics": numerics})
+
+
+def _with_graphs(model: str, typed: Sequence[Override], composed: RunConfig, eager: RunConfig) -> tuple[RunConfig, str]:
     """Return the run with the first kind of CUDA graphs that it allows, and which that is.
 
     composed: without graphs, as Hydra has it. eager: the same, adjusted.
@@ -149,44 +251,31 @@ def _with_graphs(model: str, sound: Sequence[Override], composed: RunConfig, eag
     if why is None:
         refused: list[str] = []
         unwanted: list[str] = []
+        recipe = read_recipe(model, typed) if recipe_source.is_recipe(model) else None
+        decided = {path for override in typed if override.path != graph_choice.GROUP for path in _types(override)}
         for option in graph_choice.OPTIONS:
-            wrong: list[str] = []
-            with suppress(ConfigError):  # which has its problems in `wrong` already
-                config = _adjusted(model, sound, _captured(model, sound, composed, option, wrong))
-                wrong += lines(check(config))
-                beyond = graph_choice.beyond(config, option)
-                if not wrong and not beyond:
-                    if (need := room.tight(config, here=True)) is None:
-                        return config, option
-                    why = why or f"memory is tight: with graphs this run needs {need}"
-                unwanted += beyond
+            captured = graph_choice.captured(composed, option, decided | hydra_tree.paths_in_files(typed))
+            config = _adjusted(model, typed, _completed(captured, recipe))
+            wrong = lines(check(config))
+            beyond = graph_choice.beyond(config, option)
+            if not wrong and not beyond:
+                if (need := room.tight(config, here=True)) is None:
+                    return config, option
+                why = why or f"memory is tight: with graphs this run needs {need}"
+            unwanted += beyond
             refused += wrong
         # What solves a later problem may name an option that was refused before.
         why = why or next(iter([*refused, *reversed(unwanted)]), "no kind can be composed")
     return eager, f"{graph_choice.OFF}: {why}"
 
 
-def _captured(
-    model: str, sound: Sequence[Override], composed: RunConfig, option: str, problems: list[str]
-) -> RunConfig:
-    """Return the run with an option of `cuda_graph`.
-
-    Hydra composes again only where other files may set the same fields.
-    """
-    others = [override for override in sound if override.path != graph_choice.GROUP]
-    if not (recipe_source.is_recipe(model) or graph_choice.files_may_set_graphs(sound)):
-        return graph_choice.captured(composed, option, {path for override in others for path in _types(override)})
-    sections, _ = checked_sections(model, [*others, parse(f"{graph_choice.GROUP}={option}")], problems)
-    return RunConfig(sections)
-
-
-def _adjusted(model: str, sound: Sequence[Override], config: RunConfig) -> RunConfig:
+def _adjusted(model: str, typed: Sequence[Override], config: RunConfig) -> RunConfig:
     """Return the run of a recipe with what the invariant numerics set otherwise (config/adjusted.py)."""
     if not (recipe_source.is_recipe(model) and config.numerics.invariant and config.numerics.adjust):
         return config
-    recipe = read_recipe(model, sound)
-    typed = {path for override in sound for path in _types(override)}
-    config, changes = adjusted.adjust(config, typed, recipe.variables, recipe.preset)
+    recipe = read_recipe(model, typed)
+    paths = {path for override in typed for path in _types(override)}
+    config, changes = adjusted.adjust(config, paths, recipe.variables, recipe.preset)
     return RunConfig({**config.sections, "recipe": {**config.section("recipe"), "adjusted": changes}})
 
 

@@ -9,10 +9,10 @@ from tp_invariant_recipes.check import guard
 from tp_invariant_recipes.check.invariant import graphs
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.identity import flat
-from tp_invariant_recipes.config.overrides import Override, cluster_files, given
+from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import conf_files, cuda_graphs, low_precision, peft
+from tp_invariant_recipes.settings import low_precision, peft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -22,14 +22,10 @@ GROUP, AUTO, OFF = "cuda_graph", "auto", "off"
 LEAST_STEPS = {"full": 6, "te": 10}
 OPTIONS = tuple(LEAST_STEPS)
 
-# In the file of an option: what can be captured of this model.
-_GRAPHED_MODULES = "${tpi.graphed_modules:}"
 # (tp, ep) at which graphs of a whole step of experts were compared with eager runs (docs/audit.md): beside attention,
 # and beside Mamba or latent attention.
 _COMPARED = {(1, 1), (1, 2), (1, 4), (2, 2)}
 _COMPARED_MIXED = {(1, 2)}
-# Parts of the names of all fields that the options set.
-_FIELDS_OF_GRAPHS = ("cuda_graph", "te_rng_tracker", "check_for_nan_in")
 
 # What is captured only when asked for: its graphs have not been compared with eager runs.
 EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
@@ -69,26 +65,15 @@ def beyond(config: RunConfig, option: str) -> list[str]:
 
 
 def captured(config: RunConfig, option: str, typed: Collection[str]) -> RunConfig:
-    """Return the run with the fields that the file of an option sets, but for those that the command line sets.
+    """Return the run with the fields that the file of an option sets, but for those that are typed.
 
-    config: as composed with `cuda_graph=auto`. It is what Hydra composes with the option, where no file of the groups
-    after this one sets the same fields: `files_may_set_graphs` says whether one may.
+    config: as composed with `cuda_graph=auto`. typed: by the command line, or by a user's own file.
     """
     for path, value in flat(hydra_tree.written(GROUP, option)).items():
         section, _, name = path.partition(".")
-        if value == _GRAPHED_MODULES:
-            value = cuda_graphs.graphed_modules(config.model, config.numerics.invariant)
         if path not in typed:
             config = config.with_fields(section, **{name: value})
     return config
-
-
-def files_may_set_graphs(overrides: Sequence[Override]) -> bool:
-    """Whether a file beside the options themselves has a word that fields of CUDA graphs have in their names."""
-    options = [*conf_files.conf_dir().glob("*/*.yaml"), *conf_files.user_dir().glob("*/*.yaml")]
-    files = [*(file for file in options if file.parent.name != GROUP), *cluster_files(overrides)]
-    texts = (file.read_text(encoding="utf-8", errors="replace") for file in files)
-    return any(word in text for text in texts for word in _FIELDS_OF_GRAPHS)
 
 
 def _uncompared(config: RunConfig) -> bool:

@@ -1,27 +1,34 @@
-"""What may be typed: rules of one override, as far as they can be told without composing or importing Bridge."""
+"""What may be typed: words that are no override, keys that are none, and values that do not fit their fields.
+
+A wrong word is left out, and the run is composed without it, so that one message has what is wrong beside it, too.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from tp_invariant_recipes.config import adjusted, hydra_tree
-from tp_invariant_recipes.config.overrides import Override
+from tp_invariant_recipes.config import adjusted, bounds, hydra_tree
+from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, Problem, lines
 from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
-from tp_invariant_recipes.settings.sections import PATHS
+from tp_invariant_recipes.settings.sections import OWN_SECTIONS
+from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sources import recipe_source
 
+# To YAML 4:00:00 is 14400 and 010 is 8, so that text made of the value need not be what was written.
+UNQUOTED = "expected text; in a file, write it in quotes"
+
 type Groups = Mapping[str, tuple[str, ...]]  # Hydra's -> their options
+
+_OF_SHORT = {key.path: key for key in SHORT_KEYS.values()}
 
 
 def sound_overrides(model: str, overrides: Sequence[Override], problems: list[str]) -> list[Override]:
-    """Return the overrides that can be composed, values converted.
-
-    What is wrong with the others is added to `problems`, so that one message has what is wrong beside it, too.
-    """
+    """Return the overrides that name a key, short keys' values converted. What is wrong with others is a problem."""
     groups = conf_files.groups()
     problems += lines(problem for override in overrides for problem in _decided_by_recipe(override, model))
     sound = []
@@ -33,11 +40,95 @@ def sound_overrides(model: str, overrides: Sequence[Override], problems: list[st
     return sound
 
 
+def fitting_overrides(tree: Mapping[str, Any], overrides: Sequence[Override], problems: list[str]) -> list[Override]:
+    """Return the overrides whose values fit their fields, with their types. What is wrong with others is a problem.
+
+    tree: what the options of groups make, for the classes of its sections. An interpolation is judged once resolved.
+    """
+    judged = [o for o in overrides if not o.group and "." in o.path and "${" not in str(o.data)]
+    typed = _sections(tree, judged)
+    asked = {
+        section: [name for name in fields if f"{section}.{name}" not in _OF_SHORT] for section, fields in typed.items()
+    }
+    wrong = misfits(typed, asked) | _lost_precision(tree, overrides)
+    problems += wrong.values()
+    fitting = [o for o in overrides if not any(f"{o.path}.".startswith(f"{path}.") for path in wrong)]
+    return [_with_type(override, typed) if override in judged else override for override in fitting]
+
+
+def _sections(tree: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+    """Return sections with the values of overrides alone, and the classes that the tree names."""
+    sections: dict[str, Any] = {}
+    for override in overrides:
+        *names, last = override.path.split(".")
+        there: Any = tree
+        fields = sections
+        for name in names:
+            there = there.get(name) if isinstance(there, Mapping) else None
+            if not isinstance(inner := fields.get(name), dict):
+                inner = fields[name] = dict(there) if fields is not sections and isinstance(there, Mapping) else {}
+            fields = inner
+        fields[last] = override.data
+    for section in sections.keys() & {"model", "dataset"}:
+        if schema.PROVIDER in tree.get(section, ()):
+            sections[section].setdefault(schema.PROVIDER, tree[section][schema.PROVIDER])
+    return sections
+
+
+def _with_type(override: Override, sections: Mapping[str, Any]) -> Override:
+    """Return an override with the value that its field's type makes of it. A mapping inside a field has none."""
+    section, name, *inside = override.path.split(".")
+    return override if inside else replace(override, data=sections[section][name])
+
+
+def misfits(sections: dict[str, Any], requested: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Path -> problem, for every value that is out of its range or has another type. Plain values get their types.
+
+    requested: section -> fields that only Bridge may be able to judge; it is imported for no other.
+    """
+    out_of_range = bounds.wrong(sections)
+    wrong: dict[str, str] = {}
+    table = field_table.read()
+    for section in sorted(schema.SECTIONS & sections.keys()):
+        if isinstance(sections[section], dict):
+            values, problems = schema.check_section(section, sections, requested.get(section, ()), table)
+            sections[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
+            wrong |= problems
+    return bounds.wrong(sections) | _hinted(sections, wrong) | out_of_range  # texts have become numbers
+
+
+def _hinted(sections: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
+    """Return these problems, with the usual correction where files mostly go wrong."""
+    for path in [path for path in wrong if path.partition(".")[0] in OWN_SECTIONS]:
+        section, _, name = path.partition(".")
+        value = sections[section][name]
+        if name in schema.SECTIONS:
+            wrong[path] = f"{path}: a file with sections in it begins with the line '# @package _global_'"
+        elif path == "cluster.environment" and isinstance(value, dict):
+            # Without the values: one may be a secret.
+            each = {f"{path}.{key}": f"{path}.{key}: {UNQUOTED}" for key, v in value.items() if type(v) is not str}
+            wrong = {key: problem for key, problem in wrong.items() if key != path or not each} | each
+        elif "expected str" in wrong[path] and isinstance(value, bool | int | float):
+            wrong[path] = f"{path}={value}: {UNQUOTED}"
+    return wrong
+
+
+def _lost_precision(tree: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, str]:
+    """Path -> problem, where one field would replace the named recipe and all that its name stands for."""
+    whole = given(overrides, "mixed_precision")
+    name = whole.data if whole else tree.get("mixed_precision")
+    if not isinstance(name, str):
+        return {}
+    hint = "name another recipe, or set mixed_precision=null and then every field that counts"
+    why = f"mixed_precision={name} is a preset; setting one field discards it; {hint}"
+    return {o.path: f"{o.text}: {why}" for o in overrides if o.path.startswith("mixed_precision.")}
+
+
 def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override]:
     """Return the overrides without pairs of words such as `tp 2`, which are added to `problems`."""
     single = list(overrides)
     for key, value in itertools.pairwise(overrides):
-        if key.parsed is None and "=" not in key.text + value.text and (names := schema.keys_of(key.text)):
+        if key.wrong and "=" not in key.text + value.text and (names := schema.keys_of(key.text)):
             problems.append(f"{key.text} {value.text}: write {names[0].partition('=')[0]}={value.text}")
             single = [override for override in single if override is not key and override is not value]
     return single
@@ -45,20 +136,20 @@ def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override
 
 def _wrong(override: Override, groups: Groups) -> Iterator[Problem]:
     """Yield why an override cannot be composed."""
-    text, key, parsed = override.text, override.key, override.parsed
-    if parsed is None:
+    text, key = override.text, override.key
+    if override.wrong is not None:
         shown = text if len(text) <= 200 else f"{text[:30]}…"
         yield Problem("", f"'{shown}' is not KEY=VALUE" + (f": {override.wrong}" if "=" in text else ""))
         return
-    if override.sweep:
+    if override.several:
         yield Problem(text, f"one run takes one value for {key}", "for several layouts: tpi verify")
-    if parsed.is_delete():
+    if override.deletes:
         yield Problem(text, "fields cannot be deleted", f"set {key}=null")
-    if override.sweep or parsed.is_delete():
+    if not override.single:
         return
     if override.group:
         yield from _wrong_option(override, groups)
-    elif not any(key in (short.name, short.path) for short in SHORT_KEYS.values()):
+    elif override.path not in _OF_SHORT:
         yield from _wrong_key(override, groups)
     try:
         _converted(override)
@@ -101,14 +192,13 @@ def _converted(override: Override) -> Override:
 
     Raises WrongType.
     """
-    short = next((key for key in SHORT_KEYS.values() if key.path == override.path), None)
-    if short is None or override.parsed is None or short.path in PATHS:
+    short = _OF_SHORT.get(override.path)
+    if short is None or not override.single or schema.takes_text(override.path):
         return override
     try:
-        value = convert(override.parsed.value(), short.type)
+        return replace(override, data=convert(override.data, short.type))
     except WrongType as error:
         raise WrongType(f"{short.help}: {error}") from None
-    return replace(override, value=str(value)) if isinstance(value, bool | int | float) else override
 
 
 def _decided_by_recipe(override: Override, model: str) -> Iterator[Problem]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.errors import HydraException
 
-from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
-from tp_invariant_recipes.settings.sections import AS_TYPED
+
+_VARIABLE = re.compile(r"cluster\.environment\.\w+", re.ASCII)
+_QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
 
 # Groups whose options are told apart by one field. `launcher=slurm` and `launcher.kind=slurm` decide the same.
 DECIDED_BY = {
@@ -32,12 +36,15 @@ DECIDED_BY = {
 class Override:
     """One `key=value`.
 
-    text:   as typed.
-    key:    without Hydra's plus signs.
-    path:   what it sets: the dotted path of a field, short keys resolved, or the name of a group.
-    value:  its text, which Hydra's grammar reads again.
-    group:  whether it chooses an option of a Hydra group.
-    parsed: as Hydra's grammar has it; None: the text is no KEY=VALUE, and `wrong` says why.
+    text:    as typed.
+    key:     without Hydra's plus signs.
+    path:    what it sets: the dotted path of a field, short keys resolved, or the name of a group.
+    value:   its text.
+    group:   whether it chooses an option of a Hydra group.
+    data:    what the text means: a number, a text, a truth value, a list, a mapping, or None.
+    several: as Hydra's grammar has it, where it gives several values.
+    deletes: whether it is `~key`.
+    wrong:   why the text is no KEY=VALUE; None: it is one.
     """
 
     text: str
@@ -45,7 +52,9 @@ class Override:
     path: str
     value: str
     group: bool
-    parsed: HydrasOverride | None
+    data: Any = None
+    several: HydrasOverride | None = None
+    deletes: bool = False
     wrong: str | None = None
 
     @property
@@ -54,9 +63,9 @@ class Override:
         return f"{self.path}.{DECIDED_BY[self.path]}" if self.group and self.path in DECIDED_BY else self.path
 
     @property
-    def sweep(self) -> bool:
-        """Whether it gives several values."""
-        return self.parsed is not None and self.parsed.is_sweep_override()
+    def single(self) -> bool:
+        """Whether it gives a field one value."""
+        return not (self.wrong or self.several or self.deletes)
 
     @property
     def given_file(self) -> Path | None:
@@ -74,25 +83,32 @@ class Override:
 
 
 def parse(text: str | Override) -> Override:
-    """Read one override; what is read already is returned as it is."""
+    """Read one override; what is read already is returned as it is.
+
+    A field of text has the text as typed. Hydra's grammar reads all other values, and text in quotes.
+    """
     if isinstance(text, Override):
         return text
-    key, _, value = text.partition("=")
+    key, is_, value = text.partition("=")
     key = key.lstrip("+")
-    parsed, wrong = None, None
-    try:
-        parsed = by_hydra(_as_typed(text))
-    except HydraException as error:
-        wrong = str(error).splitlines()[0]
-    except ValueError:  # Python reads no number of more than 4300 digits
-        wrong = "too many digits"
-    if parsed is not None:
-        key = parsed.key_or_group
-        if not parsed.is_delete():
-            text_of_it = not parsed.is_sweep_override() and isinstance(parsed.value(), str)
-            value = str(parsed.value()) if key == "cluster" and text_of_it else parsed.get_value_string()
     path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-    return Override(text, key, path, value, key in conf_files.group_names(), parsed, wrong)
+    if is_ and _takes_text(key, path, value) and value != "null" and not _QUOTED.fullmatch(value):
+        return Override(text, key, path, value, key == "cluster", value)
+    try:
+        parsed = _parser().parse_override(text)
+    except HydraException as error:
+        return Override(text, key, path, value, key in conf_files.group_names(), wrong=str(error).splitlines()[0])
+    except ValueError:  # Python reads no number of more than 4300 digits
+        return Override(text, key, path, value, key in conf_files.group_names(), wrong="too many digits")
+    key = parsed.key_or_group
+    path, group = SHORT_KEYS[key].path if key in SHORT_KEYS else key, key in conf_files.group_names()
+    if parsed.is_delete():
+        return Override(text, key, path, value, group, deletes=True)
+    if parsed.is_sweep_override():
+        return Override(text, key, path, parsed.get_value_string(), group, several=parsed)
+    data: Any = parsed.value()
+    value = data if key == "cluster" and isinstance(data, str) else parsed.get_value_string()
+    return Override(text, key, path, value, group, data)
 
 
 def parse_all(texts: Iterable[str | Override]) -> list[Override]:
@@ -118,7 +134,7 @@ def of_two_keys(overrides: Iterable[Override]) -> list[str]:
     twice = [
         (before, override)
         for override in overrides
-        if override.parsed and (before := first.setdefault(override.field, override)).key != override.key
+        if override.wrong is None and (before := first.setdefault(override.field, override)).key != override.key
     ]
     return [
         f"{a.text} and {b.text} set the same field, {a.field}; leave one out"
@@ -148,30 +164,15 @@ def cluster_files(overrides: Iterable[Override]) -> list[Path]:
 
 
 @functools.cache
-def by_hydra(text: str) -> HydrasOverride:
-    """Return an override as Hydra's grammar has it, which takes milliseconds. Raises HydraException and ValueError."""
-    return _parser().parse_override(text)
-
-
-@functools.cache
 def _parser() -> OverridesParser:
     return OverridesParser.create()
 
 
-def _as_typed(text: str) -> str:
-    """Quote the value of a key that holds a path or a text, so that Hydra does not read it as its grammar."""
-    key, _, value = text.partition("=")
-    name = key.lstrip("+")
-    path = SHORT_KEYS[name].path if name in SHORT_KEYS else name
-    typed = path in AS_TYPED or name.startswith("cluster.environment.") or (name == "cluster" and _file(value))
-    if not typed or value in ("", "null") or value[0] in "'\"":
-        return text
-    return f"{key}={quoted(value)}"
-
-
-def quoted(text: str) -> str:
-    """Return a text that Hydra's grammar reads as itself."""
-    return f'"{text.replace(chr(34), chr(92) + chr(34))}"'
+def _takes_text(key: str, path: str, value: str) -> bool:
+    """Whether a key takes text and nothing else, or names the file of a cluster."""
+    if key == "cluster":
+        return _file(value)
+    return bool(_VARIABLE.fullmatch(path)) or schema.takes_text(path)
 
 
 def _file(cluster: str) -> bool:

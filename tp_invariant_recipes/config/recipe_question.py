@@ -22,9 +22,9 @@ def question(model: str, overrides: Sequence[Override]) -> tuple[str, str | None
 def hf_folder(overrides: Sequence[Override]) -> str | None:
     """Return the absolute path of `recipe.hf_folder`. Raises ConfigError: there is no configuration."""
     requested = given(overrides, "recipe.hf_folder")
-    if requested is None or requested.parsed is None or requested.sweep or requested.parsed.value() is None:
+    if requested is None or not requested.single or requested.data is None:
         return None
-    folder = Path(str(requested.parsed.value())).expanduser().absolute()
+    folder = Path(str(requested.data)).expanduser().absolute()
     if not (folder / "config.json").is_file():
         why = "no config.json there" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"{requested.text}: {why}")

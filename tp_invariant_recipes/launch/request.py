@@ -54,8 +54,7 @@ class RunRequest:
     def _requested_dir(self) -> str | None:
         """run.dir as typed, not yet checked."""
         requested = given(self.overrides, "run.dir")
-        where = requested and requested.parsed and not requested.sweep and requested.parsed.value()
-        return str(where) if where else None
+        return str(requested.data) if requested and requested.single and requested.data else None
 
     def _goes_on(self) -> bool:
         """Whether --continue finds a run in run.dir."""
@@ -65,7 +64,7 @@ class RunRequest:
     def _check_run_dir(self, run: Path) -> None:
         """Raise ConfigError where run.dir names another directory than the run's own."""
         requested = given(self.overrides, "run.dir")
-        where = requested and requested.parsed and requested.parsed.value()
+        where = requested and requested.data
         if requested and (where is None or Path(str(where)).expanduser().resolve() != run.resolve()):
             raise ConfigError(f"--resume {run} goes on in {run}: leave out {requested.text}")
 

@@ -132,9 +132,9 @@ def _runs_code(override: Override) -> bool:
     """Whether an override names a file, a command or a function that a stranger may have chosen."""
     if override.path in RUN_CODE or override.path.startswith("cluster.environment.") or override.given_file:
         return True
-    if override.parsed is None or override.parsed.is_delete():
+    if override.wrong is not None or override.deletes:
         return False
-    value = override.value if override.sweep else override.parsed.value()
+    value = override.value if override.several else override.data
     return any(_imports(path, leaf) for path, leaf in _leaves(value, override.path))
 
 

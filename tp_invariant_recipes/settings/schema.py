@@ -18,7 +18,7 @@ from tp_invariant_recipes.settings import conf_files, keys
 from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
 from tp_invariant_recipes.settings.tables import field_table
-from tp_invariant_recipes.settings.values import WrongType, convert, named
+from tp_invariant_recipes.settings.values import WrongType, convert, is_text, named
 from tp_invariant_recipes.start import bridge
 
 PROVIDER = "_target_"  # the field of `model` that names its class; of conf/model/ these:
@@ -95,6 +95,17 @@ def keys_of(word: str) -> list[str]:
     paths = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
     paths += [f"{section}.{word}" for section, own in OWN_SECTIONS.items() if word in fields(own)]
     return [*(keys.suggestions(word) or [name for name in conf_files.group_names() if name == word.lower()] or paths)]
+
+
+def takes_text(path: str) -> bool:
+    """Whether a field takes text and nothing else, by our sections or the table of Bridge's fields."""
+    section, _, name = path.partition(".")
+    if section in OWN_SECTIONS:
+        return is_text(fields(OWN_SECTIONS[section]).get(name))
+    known = {"mixed_precision": MIXED_PRECISION, **BRIDGE_SECTIONS}.get(section, "")
+    table = field_table.read() if name and known else {}
+    hints = [table[cls][name] for cls in (PROVIDERS if known == PROVIDER else (known,)) if name in table.get(cls, ())]
+    return bool(hints) and is_text(hints[0])
 
 
 @functools.cache

@@ -244,16 +244,5 @@ PATHS = (
     "cluster.python",
 )
 
-# Keys whose value is text, taken as typed: to Hydra's grammar ~ = , and brackets would mean something, 30 is a number.
-AS_TYPED = (
-    *PATHS,
-    "ledger.trace",
-    "cluster.gpu_type",
-    "slurm.account",
-    "slurm.partition",
-    "slurm.qos",
-    "slurm.time",
-)
-
 # Keys of ours inside a section of Bridge's: path -> type.
 OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

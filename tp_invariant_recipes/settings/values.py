@@ -90,6 +90,11 @@ def describe(hint: Any) -> str:
     return re.sub(r"\b(typing|collections\.abc)\.", "", getattr(hint, "__name__", None) or str(hint))
 
 
+def is_text(hint: Any) -> bool:
+    """Whether a hint takes text and, beside null, nothing else."""
+    return str in _leaves(hint) and {*_leaves(hint)} <= {str, types.NoneType}
+
+
 def _named(text: str, hint: Any) -> Any:
     for enum in _leaves(hint):
         if isinstance(enum, type) and issubclass(enum, Enum) and text in enum.__members__:

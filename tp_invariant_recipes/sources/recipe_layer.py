@@ -387,7 +387,7 @@ def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool)
     elif null and "vocab_size" in layer["tokenizer"] and layer["model"].get("vocab_size"):
         size = layer["tokenizer"]["vocab_size"]
         if layer["tokenizer"].pop("use_tokenizer_vocab_size", False):
-            layer["model"]["vocab_size"] = f"${{tpi.padded_vocabulary:{size}}}"
+            layer["model"]["vocab_size"] = None  # it follows the tokenizer's
         layer["tokenizer"]["vocab_size"] = f"${{tpi.at_most:{size},${{model.vocab_size}}}}"
 
 

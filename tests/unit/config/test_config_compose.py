@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -260,6 +259,35 @@ def test_a_path_is_taken_as_typed(path):
     assert [at(tree, key) for key in keys] == [path] * len(keys)
 
 
+# Hydra's grammar would refuse, split or reckon with each of these.
+TEXTS = (
+    "lr=1e-3",
+    "run#1",
+    "é",
+    "本文",
+    "2024_01_15",
+    "a,b",
+    "30",
+    "true",
+    "[a]",
+    "{a: b}",
+    "x:y",
+    "~",
+    "a b",
+    "'",
+    '"x',
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_field_of_text_has_the_text_as_typed(text):
+    """Ours by a short key and by its path, a variable of the ranks, and fields of Bridge's with and without null."""
+    keys = ("name", "data.json_key", "cluster.environment.A", "tokenizer.vocab_file", "dataset.split")
+    typed = compose("qwen3_toy", [*(f"{key}={text}" for key in keys), "logging=mlflow", "data=text", "data.path=x"])
+    paths = ("logging.name", *keys[1:])
+    assert [at(typed.config.sections, path) for path in paths] == [text] * len(keys)
+
+
 def test_a_path_may_be_quoted_or_null():
     assert compose("qwen3_toy", ["run.dir='a b'"]).config.section("run")["dir"] == "a b"
     assert compose("qwen3_toy", ["run.dir=null"]).config.section("run")["dir"] is None
@@ -367,15 +395,7 @@ def test_whatever_is_typed_is_at_worst_a_configuration_error(text):
         compose("none", [text])
 
 
-def test_a_default_that_does_not_fit_ends_composing(monkeypatch):
-    """It would be put in place of itself for ever."""
-    module = import_module("tp_invariant_recipes.config.sections")
-    monkeypatch.setattr(module, "_misfits", lambda *_: {"logging.project": "logging.project=1: not text"})
-    with pytest.raises(ConfigError, match=r"logging\.project=1: not text"):
-        compose("qwen3_toy")
-
-
-def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(monkeypatch, tmp_path):
+def test_plugins_of_hydra_that_others_install_are_not_imported(monkeypatch, tmp_path):
     from hydra.core.plugins import Plugins
     from hydra.core.singleton import Singleton
 
@@ -385,8 +405,8 @@ def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(monk
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "hydra_plugins", raising=False)
     monkeypatch.delitem(Singleton._instances, Plugins, raising=False)
-    hydra_tree._resolved.cache_clear()
     hydra_tree._merged.cache_clear()
     compose("qwen3_toy", device="cpu")
+    monkeypatch.delitem(Singleton._instances, Plugins, raising=False)
     with pytest.raises(SystemExit, match="imported"):  # what Hydra does by itself
-        Plugins.instance()
+        Plugins()

@@ -3,12 +3,11 @@
 import pytest
 
 from tp_invariant_recipes.config import graph_choice
-from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.adjusted import complete
+from tp_invariant_recipes.config.compose import _typed, compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.config.sections import checked_sections
 from tp_invariant_recipes.features import bench
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.memory import GIB
 
 FULL, TE, OFF = "full_iteration", "transformer_engine", "none"
@@ -107,10 +106,11 @@ NAMED = {"qwen3_0p6b": "rng.te_rng_tracker=false", "qwen3_moe_toy": "numerics=st
 @pytest.mark.parametrize("option", graph_choice.OPTIONS)
 def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
     """Hydra composes a named option, and not one that tpi chooses."""
-    auto, _ = checked_sections(model, parse_all([override, "device=gpu", "cuda_graph=auto"]), [])
-    named, _ = checked_sections(model, parse_all([override, "device=gpu", f"cuda_graph={option}"]), [])
+    auto, named = (
+        _typed(model, parse_all([override, "device=gpu", f"cuda_graph={it}"]), [])[0] for it in ("auto", option)
+    )
     typed = {path.path for path in parse_all([override])}
-    assert graph_choice.captured(RunConfig(auto), option, typed).sections == named
+    assert complete(graph_choice.captured(auto, option, typed)).sections == named.sections
     assert auto != named
 
 

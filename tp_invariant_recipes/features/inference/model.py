@@ -178,7 +178,7 @@ def _refused(override: Override, command: str) -> str | None:
         override.field.startswith(SECTIONS)
         or override.field in FIELDS
         or override.path in FIELDS
-        or override.parsed is None
+        or override.wrong is not None
     ):
         return None
     return f"{command} trains nothing and does not read it; leave it out"

@@ -168,10 +168,10 @@ def _longest(learned: int | None, cache: int | None) -> int:
 
 
 def _sampling(typed: Sequence[Override]) -> tuple[Sampling, list[str]]:
-    problems = [f"{word.text}: one value, not a sweep" for word in typed if word.sweep or word.parsed is None]
+    problems = [f"{word.text}: one value, not a sweep" for word in typed if not word.single]
     if not problems:
         try:
-            values = ((word.key, word.parsed.value()) for word in typed if word.parsed is not None)
+            values = ((word.key, word.data) for word in typed)
             return prompts.settled(values, Sampling()), []
         except ConfigError as error:
             problems = [*error.problems]

@@ -43,10 +43,10 @@ def spread(overrides: Sequence[Override], problems: list[str]) -> tuple[tuple[Ax
     places: dict[int, Axis] = {}
     kept: list[Override | None] = list(overrides)
     for place, override in enumerate(overrides):
-        if override.parsed is None or not override.sweep:
+        if override.several is None:
             continue
         try:
-            values = _values(override.parsed)
+            values = _values(override.several)
         except ValueError as error:
             problems.append(f"{override.text}: {error}")
             kept[place] = None
