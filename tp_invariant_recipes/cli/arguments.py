@@ -1,5 +1,6 @@
 """Arguments that several commands share, and their help."""
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
@@ -96,6 +97,11 @@ ClusterFile = Annotated[
     typer.Option(metavar="FILE", help="Read the description of the cluster from this file. The same as cluster=FILE."),
 ]
 
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Read overrides from this YAML file; those typed here win."),
+]
+
 
 def with_option(arguments: list[str], option: str, key: str, value: str | None) -> list[str]:
     """Return the overrides, and the one that an option stands for: KEY=VALUE.
@@ -142,6 +148,29 @@ def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:
     """Return the overrides, and the one that `--cluster-file FILE` stands for. Raises ConfigError as `with_option`."""
     path = None if file is None else str(file.expanduser().absolute())
     return with_option(arguments, "--cluster-file", "cluster", path)
+
+
+def with_config[R](command: Callable[..., R]) -> Callable[..., R]:
+    """Return a command with `--config FILE`, if it takes overrides. Typed words win over the file's keys."""
+    signature = inspect.signature(command)
+    if "overrides" not in signature.parameters:
+        return command
+
+    @functools.wraps(command)
+    def with_file(config: Path | None, **arguments: Any) -> R:
+        if config is not None:
+            from tp_invariant_recipes.config.overrides import changed, texts, words_of_file
+
+            model, typed = arguments.get("model"), arguments["overrides"] or []
+            first = [model] if model and "=" in model and not model.startswith(("recipe=", "weights=")) else []
+            kept = texts(changed(words_of_file(config), [*first, *typed]))
+            arguments["overrides"] = [*kept[: len(kept) - len([*first, *typed])], *typed]
+        return command(**arguments)
+
+    more = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+    with_file.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])  # type: ignore[attr-defined]
+    with_file.__annotations__ = {**command.__annotations__, "config": ConfigFile}
+    return with_file
 
 
 def help_text(command: Callable[..., Any]) -> str:

@@ -27,7 +27,7 @@ from tp_invariant_recipes.cli import (
     submit,
     train,
 )
-from tp_invariant_recipes.cli.arguments import help_text
+from tp_invariant_recipes.cli.arguments import help_text, with_config
 from tp_invariant_recipes.cli.verdicts import audit, bisect, check, compare, conformance, score, verify
 from tp_invariant_recipes.errors import Interrupted, TpiError, reason
 from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, errno_of, shortage, too_many_files
@@ -70,7 +70,7 @@ COMMANDS = (
     ("conformance", conformance.conformance),
 )
 for _name, _function in COMMANDS:
-    app.command(_name, help=help_text(_function))(_function)
+    app.command(_name, help=help_text(_function))(with_config(_function))
 app.add_typer(data.data_app, name="data")
 
 

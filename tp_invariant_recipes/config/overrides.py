@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.errors import HydraException
 
+from tp_invariant_recipes.errors import ConfigError, reason
+from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.values import value_text
 
 _VARIABLE = re.compile(r"cluster\.environment\.\w+", re.ASCII)
 _QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
@@ -114,6 +118,46 @@ def parse(text: str | Override) -> Override:
 def parse_all(texts: Iterable[str | Override]) -> list[Override]:
     """Read all overrides of a command, in their order."""
     return [parse(text) for text in texts]
+
+
+def words_of_file(file: Path) -> list[str]:
+    """Return the keys of a YAML file as one types them: nested or dotted, values as they are written.
+
+    Raises ConfigError: it cannot be read, is no mapping, or has a key twice.
+    """
+    try:
+        data = read_limited(file.expanduser(), MIB)
+        parse_yaml(data)  # which bounds what it holds
+        node = yaml.compose(data, yaml.SafeLoader)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {file}: {reason(error)}") from error
+    if not isinstance(node, yaml.MappingNode | None):
+        raise ConfigError(f"--config {file}: not a mapping of keys to values, such as tp: 4")
+    words = [*_words("", node)] if node else []
+    keys = [word.partition("=")[0] for word in words]
+    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+        raise ConfigError(f"--config {file}: {', '.join(twice)} stands there twice")
+    return words
+
+
+def _words(prefix: str, mapping: yaml.MappingNode) -> Iterator[str]:
+    for key, value in mapping.value:
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _words(f"{prefix}{key.value}.", value)
+        else:
+            yield f"{prefix}{key.value}={_as_typed(value)}"
+
+
+def _as_typed(node: yaml.Node, *, inside: bool = False) -> str:
+    """Return a value of YAML as one types it. inside: of a list or a mapping, where text may need quotes."""
+    if isinstance(node, yaml.SequenceNode):
+        return f"[{','.join(_as_typed(item, inside=True) for item in node.value)}]"
+    if isinstance(node, yaml.MappingNode):
+        return f"{{{','.join(f'{key.value}:{_as_typed(value, inside=True)}' for key, value in node.value)}}}"
+    plain = node.style is None
+    if plain and node.tag == "tag:yaml.org,2002:null":
+        return "null"
+    return value_text(node.value) if not plain or (inside and node.tag == "tag:yaml.org,2002:str") else node.value
 
 
 def texts(overrides: Iterable[Override]) -> tuple[str, ...]:

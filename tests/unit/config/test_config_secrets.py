@@ -116,11 +116,11 @@ def test_a_forged_run_with_one_is_not_resumed(tmp_path):
     run = tmp_path / "forged"
     run.mkdir()
     before = {"model": "qwen3_toy", "device": "cpu", "numerics": {"mode": "tree"}, "identity": {}, "attempts": []}
-    overrides = ["cluster.environment.TOKEN=${oc.env:TPI_TEST_SECRET}"]
+    overrides = ["data.json_key=${oc.env:TPI_TEST_SECRET}"]
     (run / "run.json").write_text(
         json.dumps(before | {"overrides": overrides, "layout": {}, "identity_hash": "0" * 64})
     )
-    with pytest.raises(TpiError, match=r"cluster\.environment\.TOKEN: .*not resolved") as refused:
+    with pytest.raises(TpiError, match=r"data\.json_key: .*not resolved") as refused:
         RunRequest(None, (), resume=Path("forged")).composed()
     assert SECRET not in str(refused.value)
 
