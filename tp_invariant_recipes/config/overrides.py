@@ -154,7 +154,7 @@ def _as_typed(node: yaml.Node, *, inside: bool = False) -> str:
         return f"[{','.join(_as_typed(item, inside=True) for item in node.value)}]"
     if isinstance(node, yaml.MappingNode):
         return f"{{{','.join(f'{key.value}:{_as_typed(value, inside=True)}' for key, value in node.value)}}}"
-    plain = node.style is None
+    plain = isinstance(node, yaml.ScalarNode) and node.style is None
     if plain and node.tag == "tag:yaml.org,2002:null":
         return "null"
     return value_text(node.value) if not plain or (inside and node.tag == "tag:yaml.org,2002:str") else node.value
