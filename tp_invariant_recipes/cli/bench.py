@@ -38,6 +38,7 @@ def bench(
     from tp_invariant_recipes.features import bench as workflow
     from tp_invariant_recipes.features.train.workflow import check
     from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.machine.progress import busy
 
     needed.check("tpi bench", needed.TRAINING)
     console = terminal.console_of_its_own()
@@ -46,7 +47,7 @@ def bench(
         planned = workflow.new(
             model, overrides or [], named, rounds=rounds, warmup=warmup, steps=steps, directory=directory, how=how
         )
-    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+    with busy(console, "importing Megatron-Bridge and checking the configurations"):
         for plan in planned.plans.values():
             check(plan)
     terminal.print_line(console, f"benchmark directory {planned.directory.path}")

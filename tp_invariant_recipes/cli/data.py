@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from tp_invariant_recipes.cli.arguments import Json, help_text, option
-from tp_invariant_recipes.cli.output import progress
-from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.plural import counted
 
 data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
@@ -46,7 +45,7 @@ def prepare(
     corpus = text.select(source)
     console = terminal.console(stderr=True)
     terminal.print_line(console, f"reading {corpus}")
-    with progress.slow_progress(console) as slow:
+    with progress.Counter(console) as slow:
         prefix = output or Path("data", text.plain_name(source))
         made = text.prepare(source, prefix, tokenizer, json_key, slow.reading(source))
     if as_json:

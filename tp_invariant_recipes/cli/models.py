@@ -5,10 +5,9 @@ from typing import Annotated, Any
 import typer
 
 from tp_invariant_recipes.cli.arguments import Json, flag, option
-from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import single_line
-from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.tables import model_table
@@ -103,7 +102,7 @@ def _recipes(family: str | None, *, as_json: bool) -> None:
     console = terminal.console_of_its_own()
     console.print("importing Megatron-Bridge …")
     rows = []
-    with progress.slow_progress(console) as slow:
+    with progress.Counter(console) as slow:
         count = slow.counting("composing: recipe")
         for done, total, row in recipe_list.rows(family):
             rows.append(row)

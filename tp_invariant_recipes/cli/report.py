@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from tp_invariant_recipes.cli.arguments import argument, flag, option
-from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.foreign_text import single_line, visible
-from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.machine import progress, terminal
 
 
 def report(
@@ -34,7 +33,7 @@ def report(
 
     image = None if no_png else png or out.with_suffix(".png")
     files.check({"--out": out, "--png": image}, force)
-    with progress.slow_progress(terminal.console(stderr=True)) as slow:
+    with progress.Counter(terminal.console(stderr=True)) as slow:
         gathered = gather(runs, reading=slow.reading, comparing=slow.counting("comparing: step"))
         parts = page.sections(gathered)
         drawn = slow.counting("drawing: figure")

@@ -122,9 +122,9 @@ def _planned(
 
 def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_json: bool) -> None:
     from tp_invariant_recipes.jobs.script import check, execute
-    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.machine.progress import busy
 
-    with progress.busy(to_person, "importing Megatron-Bridge and checking the configuration"):
+    with busy(to_person, "importing Megatron-Bridge and checking the configuration"):
         unvalidated = check(planned)
     if unvalidated is not None:
         console.print(unvalidated)

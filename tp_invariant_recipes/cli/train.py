@@ -184,14 +184,14 @@ def _planned(request: "RunRequest", composed: "Composed", console: "Console", *,
 def _validate(planned: "Plan", console: "Console") -> None:
     """Let Megatron-Bridge validate a run that is not completed. Raises ConfigError."""
     from tp_invariant_recipes.features.train import workflow as launch
-    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.machine.progress import busy
     from tp_invariant_recipes.sizing import room
 
     if planned.completed:
         return
     if tight := room.warning(planned.config, here=planned.here):
         terminal.print_line(console, f"warning: {tight}", "yellow")
-    with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
+    with busy(console, "importing Megatron-Bridge and checking the configuration"):
         remark = launch.check(planned)
     if remark:
         terminal.print_line(console, f"warning: {remark}", "yellow")

@@ -1,4 +1,4 @@
-"""The progress of a run or a benchmark: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a training: a live bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,35 +8,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.machine.progress import EVERY, PLAIN, Counter
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.reading import Record, checked, parse_json
+from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.start import start_clock
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.launch.local import Watch
 
 WINDOW = 20  # steps over which tokens/s and the time left are averaged
-# rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
-PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
-LINE_EVERY = 10.0  # seconds between plain lines, after the first steps
 
 
 @dataclass
 class Tail:
     """Reads the progress file as it grows.
 
-    steps: the last step's number. kind: the fields of a line. position: where the next look starts.
+    steps: the last step's number. position: where the next look starts.
     strange: the first line of another kind, and what is wrong with it. reported: whether the watcher has said so.
     """
 
     file: Path
     steps: int
-    kind: type[Record] = ProgressLine
     position: int = 0
     events: list[Any] = field(default_factory=list)
     strange: str | None = None
@@ -64,17 +61,11 @@ class Tail:
             with suppress(ValueError):
                 event = parse_json(line, constants=True)
                 try:
-                    fresh.append(checked(self.kind, event))
+                    fresh.append(checked(ProgressLine, event))
                 except ValueError as error:
                     self.strange = self.strange or f"{self.file}: a line of another kind is not shown: {error}"
         self.events = [*self.events, *fresh][-WINDOW:]
         return fresh
-
-    def report_strange(self, console: Console) -> None:
-        """Print `strange`, once."""
-        if self.strange and not self.reported:
-            self.reported = True
-            console.print(Text(self.strange), soft_wrap=True)
 
     def tokens_per_second(self) -> float:
         """Over the last steps, without the first, which compiles and warms up."""
@@ -88,109 +79,74 @@ class Tail:
         return (self.steps - self.events[-1].step) * sum(e.seconds for e in timed) / len(timed)
 
 
-class Bar(Progress):
-    """A live progress bar. Use as a context manager; call it to refresh."""
-
-    def __init__(self, plan: Plan, console: Console) -> None:
-        self.tail = Tail(plan.run_dir.progress, plan.steps)
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=console,
-            refresh_per_second=4,
-            **PLAIN,
-        )
-        self.task = self.add_task("starting", total=plan.steps, completed=plan.start, figures="")
-
-    def __call__(self) -> None:
-        """Show the steps that have been recorded since."""
-        for event in self.tail.new():
-            if event.start:
-                self.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
-            self.update(self.task, description="training", completed=event.step, figures=_figures(event, self.tail))
-        self.tail.report_strange(self.console)
-
-
 class Lines:
-    """Plain lines: the first steps, then one every few seconds, and the last."""
+    """Plain lines: the first steps, then one every few seconds, and the last. Call it to show what is new."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: Plan, console: Console, *, log: bool = False) -> None:
+        """log: whether to print Bridge's log, too."""
         self.plan, self.console = plan, console
         self.tail = Tail(plan.run_dir.progress, plan.steps)
         self.printed = 0.0
+        self.position: int | None = 0 if log else None
 
     def __enter__(self) -> "Lines":
         ranks = counted(self.plan.layout.world, f"{self.plan.device} rank")
-        phase(self.console, f"starting {ranks}")
+        self.console.print(Text(f"starting {ranks} …"), soft_wrap=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
     def __call__(self) -> None:
-        """Print the steps that are due."""
-        for event in self.tail.new():
-            first = event.step - self.plan.start <= 3
-            if first or event.step == self.plan.steps or time.monotonic() - self.printed > LINE_EVERY:
-                self.printed = time.monotonic()
-                remaining = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_remaining()))
-                step = f"step {event.step:>5}/{self.plan.steps}"
-                self.console.print(f"{step}  {_figures(event, self.tail)}  {remaining} left", highlight=False)
-            if event.start:
-                self.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
-        self.tail.report_strange(self.console)
-
-
-class Echo(Lines):
-    """Plain lines between the lines of Bridge's log."""
-
-    position = 0
-
-    def __call__(self) -> None:
-        """Print new lines of Bridge's log, then the steps that are due."""
+        """Show the steps that have been recorded since."""
         log = self.plan.run_dir.bridge_log
-        if log.exists():
+        if self.position is not None and log.exists():
             with log.open("rb") as stream:
                 stream.seek(self.position)
                 text = stream.read()
             self.position += len(text)
             self.console.out(text.decode(errors="replace"), end="", highlight=False)
-        super().__call__()
+        for event in self.tail.new():
+            loss = "skipped" if event.loss is None else f"loss {event.loss:.4f}"
+            self.show(event, f"{loss}  {self.tail.tokens_per_second():,.0f} tokens/s")
+            if event.start:
+                self.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
+        if self.tail.strange and not self.tail.reported:
+            self.tail.reported = True
+            self.console.print(Text(self.tail.strange), soft_wrap=True)
 
-
-class Items(Progress):
-    """Written items of a file, of a known number: a bar on a terminal, elsewhere a line every few seconds."""
-
-    def __init__(self, doing: str, items: str, total: int, console: Console) -> None:
-        self.items, self.total, self.printed = items, total, time.monotonic()
-        super().__init__(
-            TextColumn(doing),
-            BarColumn(),
-            TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {items}"),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            **PLAIN,
-        )
-        self.task = self.add_task("", total=total)
-
-    def show(self, written: int, words: str = "") -> None:
-        """Show how many are written. words: beside it."""
-        self.update(self.task, completed=written, description=words)
-        if not self.console.is_terminal and time.monotonic() - self.printed > LINE_EVERY:
+    def show(self, event: ProgressLine, figures: str) -> None:
+        """Show a step, if it is due."""
+        first = event.step - self.plan.start <= 3
+        if first or event.step == self.plan.steps or time.monotonic() - self.printed > EVERY:
             self.printed = time.monotonic()
-            self.console.print(f"{written:,} of {self.total:,} {self.items}{', ' if words else ''}{words}")
+            left = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_remaining()))
+            self.console.print(f"step {event.step:>5}/{self.plan.steps}  {figures}  {left} left", highlight=False)
 
 
-def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lines:
-    """Return the bar on a terminal, lines elsewhere; with `verbose` also Bridge's log."""
-    if verbose:
-        return Echo(plan, console)
-    return Bar(plan, console) if console.is_terminal else Lines(plan, console)
+class Bar(Lines):
+    """A live bar."""
+
+    def __enter__(self) -> "Bar":
+        columns = ("{task.description}", "{task.completed:>5.0f}/{task.total:.0f}", "{task.fields[figures]}")
+        name, count, figures = (TextColumn(column) for column in columns)
+        options: dict[str, Any] = PLAIN | {"transient": False, "refresh_per_second": 4}
+        self.bar = Progress(name, BarColumn(), count, figures, TimeRemainingColumn(), console=self.console, **options)
+        self.task = self.bar.add_task("starting", total=self.plan.steps, completed=self.plan.start, figures="")
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def show(self, event: ProgressLine, figures: str) -> None:
+        """Show a step."""
+        self.bar.update(self.task, description="training", completed=event.step, figures=figures)
+
+
+def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Lines:
+    """Return the bar on a terminal, lines elsewhere; with `verbose` lines and Bridge's log."""
+    return Bar(plan, console) if console.is_terminal and not verbose else Lines(plan, console, log=verbose)
 
 
 def headed(console: Console, heading: Callable[[str, Plan], Text], *, verbose: bool = False) -> "Watch":
@@ -205,52 +161,8 @@ def headed(console: Console, heading: Callable[[str, Plan], Text], *, verbose: b
     return watch
 
 
-def phase(console: Console, words: str) -> None:
-    """Say, where there is no terminal, that something begins that takes seconds."""
-    console.print(Text(f"{words} …"), soft_wrap=True)
-
-
-@contextmanager
-def busy(console: Console, words: str) -> Iterator[None]:
-    """Return a spinner beside `words`, on a terminal; elsewhere a line."""
-    if not console.is_terminal:
-        phase(console, words)
-        yield
-        return
-    with Progress(SpinnerColumn(), TextColumn(words), console=console, transient=True, **PLAIN) as progress:
-        progress.add_task("")
-        yield
-
-
 @contextmanager
 def preparing(console: Console, *, here: bool = True, dry: bool = False) -> Iterator[Planning]:
-    """How to plan: with a bar for preparing text, shown from the first report on, elsewhere a line every LINE_EVERY
-    seconds.
-    """
-    progress = Progress(
-        TextColumn("preparing text"), BarColumn(), DownloadColumn(), console=console, transient=True, **PLAIN
-    )
-    task, printed = None, -LINE_EVERY
-
-    def report(done: int, total: int) -> None:
-        nonlocal task, printed
-        if not console.is_terminal:
-            if time.monotonic() - printed > LINE_EVERY:
-                printed = time.monotonic()
-                phase(console, f"preparing text: {done / 2**20:.0f} of {total / 2**20:.0f} MiB")
-            return
-        if task is None:
-            task = progress.add_task("", total=total)
-            progress.start()
-        progress.update(task, completed=done)
-
-    try:
-        yield Planning(report, here, dry)
-    finally:
-        if task is not None:
-            progress.stop()
-
-
-def _figures(event: ProgressLine, tail: Tail) -> str:
-    loss = "skipped" if event.loss is None else f"loss {event.loss:.4f}"
-    return f"{loss}  {tail.tokens_per_second():,.0f} tokens/s"
+    """How to plan: with a bar for preparing text."""
+    with Counter(console) as counter:
+        yield Planning(counter.reading(Path("the text")), here, dry)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.unit.compare.ledgers import HEADER, record
-from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.compare import compare as compare_module
 from tp_invariant_recipes.compare import tally
 from tp_invariant_recipes.compare.compare import compare, compare_all
@@ -21,6 +20,7 @@ from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.reader import next_step
 from tp_invariant_recipes.ledger.schema import Header, StepRecord
 from tp_invariant_recipes.ledger.stream import abreast
+from tp_invariant_recipes.machine import progress
 
 
 def written(file: Path, *, header=HEADER, steps: int = 4, **changes) -> Path:
@@ -149,7 +149,7 @@ def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
     assert (slow.status, slow.out) == (0, quick.out)
     assert slow.err.startswith(f"reading {files[0]}: 100% of 0 MiB")
     assert len(slow.err.splitlines()) == 1  # the next word comes after ten seconds
-    monkeypatch.setattr(progress, "ELSEWHERE", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     assert cli("compare", *files).err.splitlines()[1:] == [
         f"reading {files[1]}: 100% of 0 MiB",
         "comparing: step 2 of 5",

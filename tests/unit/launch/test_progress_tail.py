@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from tp_invariant_recipes.launch.progress import Bar, Lines, Tail
+from tp_invariant_recipes.machine import progress
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 STEP = {"step": 1, "loss": 1.5, "tokens": 8, "seconds": 0.5}
@@ -91,3 +93,28 @@ def test_the_first_step_says_where_the_seconds_went(plan, progress_file, kind):
         progress_file.write_text(progress_line(start={"imports": 4.7, "step": 0.6}) + progress_line(step=2))
         tick()
     assert output.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1
+
+
+def test_a_count_estimates_the_rest_from_what_was_done_since_it_began(monkeypatch):
+    now, output = [0.0], io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Counter(Console(file=output, width=80)) as counter:
+        show = counter.counting("scoring:", " sequences")
+        for now[0], done in ((0.0, 50), (1.0, 51), (20.0, 60), (21.0, 61), (40.0, 99)):
+            show(done, 100)
+        show(100, 100)
+    assert output.getvalue().splitlines() == [
+        "scoring: 60 of 100 sequences, about 0:01:20 left",
+        "scoring: 99 of 100 sequences",  # less than two seconds is no word worth
+    ]
+
+
+def test_what_has_no_count_says_at_times_that_it_goes_on(monkeypatch):
+    output = io.StringIO()
+    monkeypatch.setattr(progress, "STILL", 0.01)
+    with progress.busy(Console(file=output, width=80), "reading weights"):
+        deadline = time.monotonic() + 60
+        while "so far" not in output.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    first, second, *_ = output.getvalue().splitlines()
+    assert (first, second) == ("reading weights …", "reading weights: 0 s so far …")

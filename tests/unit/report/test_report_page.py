@@ -15,13 +15,13 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from tests import ledgers
-from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import dumps, reader
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.ledger.run_files import Attempt, RunFile
+from tp_invariant_recipes.machine import progress
 from tp_invariant_recipes.report import curves, page
 from tp_invariant_recipes.report.figures import Drawing, settings
 from tp_invariant_recipes.report.palette import COLOURS
@@ -430,7 +430,7 @@ def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
     monkeypatch.setattr(progress, "PATIENCE", 1e9)
     quick = cli("report", *runs, "--out", tmp_path / "quick.html")
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    monkeypatch.setattr(progress, "ELSEWHERE", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     monkeypatch.setattr(reader, "PROGRESS_EVERY", 3)
     monkeypatch.setattr(compare, "PROGRESS_EVERY", 3)
     slow = cli("report", *runs, "--out", tmp_path / "slow.html")

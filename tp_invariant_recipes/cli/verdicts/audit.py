@@ -87,6 +87,7 @@ def _audit(
     """Plan and run one audit, and end with its status."""
     from tp_invariant_recipes.features.audit import workflow as launch
     from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.machine.progress import busy
 
     needed.check("tpi audit", needed.TRAINING)
     console = terminal.console_of_its_own()
@@ -99,7 +100,7 @@ def _audit(
             directory=directory,
             how=how,
         )
-    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+    with busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
     disk, host = (f"{size / 2**30:.2g} GiB" for size in (planned.disk, planned.host))
     terminal.print_line(
@@ -125,7 +126,7 @@ def _all(
     """Run a campaign, print every verdict as it comes, and end with the status."""
     from tp_invariant_recipes.features.audit import campaign
     from tp_invariant_recipes.features.audit.result import Trial, coloured
-    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.machine.progress import busy
 
     if (model is None) == (resume is None):
         raise ConfigError("--all audits a MODEL; --resume DIR continues a stopped one: give one of them")
@@ -142,7 +143,7 @@ def _all(
         line = coloured(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {' '.join(trial.settings)}", trial.verdict)
         terminal.print_line(console, line if trial.sound else line + Text(f"\n    {trial.text}"))
 
-    with progress.busy(console, "importing Megatron-Bridge and choosing cells"):
+    with busy(console, "importing Megatron-Bridge and choosing cells"):
         bridge.load()
     result = campaign.execute(where, state, show, resume=resume is not None, exitfirst=exitfirst, scripts=scripts)
     finish(result, as_json=as_json)

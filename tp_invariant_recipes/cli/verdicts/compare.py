@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from tp_invariant_recipes.cli.arguments import argument, flag
-from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.cli.output.verdict import finish
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.machine import progress, terminal
 
 
 def compare(
@@ -39,7 +38,7 @@ def compare(
     try:
         if len(runs) < 2:
             raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
-        with progress.slow_progress(terminal.console(stderr=True)) as slow:
+        with progress.Counter(terminal.console(stderr=True)) as slow:
             first, *others = [streamed(run, progress=slow.reading(run)) for run in runs]
             comparisons = compare_all(first, others, progress=slow.counting("comparing: step"))
     except LedgerError as error:

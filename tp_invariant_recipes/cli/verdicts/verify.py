@@ -108,6 +108,7 @@ def _train(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst: bo
     """
     from tp_invariant_recipes.features.verify import workflow
     from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.machine.progress import busy
     from tp_invariant_recipes.sizing import room
 
     console = terminal.console_of_its_own()
@@ -116,7 +117,7 @@ def _train(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst: bo
     if not isinstance(planned, workflow.Verification):
         terminal.print_line(console, f"every run in {planned.directory} has passed; nothing is trained again")
         return planned
-    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+    with busy(console, "importing Megatron-Bridge and checking the configurations"):
         workflow.check(planned)
     for combination in planned.matrix.omitted:
         terminal.print_line(console, f"left out: {combination.label}: {combination.why}")

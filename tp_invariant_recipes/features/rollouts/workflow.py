@@ -26,8 +26,7 @@ from tp_invariant_recipes.features.rollouts import lines, prompts, requests
 from tp_invariant_recipes.features.rollouts.cache import BLOCK
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
 from tp_invariant_recipes.features.train import workflow as train
-from tp_invariant_recipes.launch import progress
-from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.portable.ieee import draw
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.result import Result
@@ -116,8 +115,8 @@ def generate(request: GenerateRequest, console: Console, *, dry_run: bool = Fals
         terminal.print_line(console, f"{job.out}: {counts} {'are there' if written else 'would be written'}")
         return result
     if not written:
-        with progress.Items("generating", "completions", job.count, console) as bar:
-            result = execute(job, bar.show)
+        with progress.Counter(console) as counter:
+            result = execute(job, counter.counting("generating:", " completions"))
     speed = f", {result.speed:,} tokens/s" if result.speed else ""
     terminal.print_line(console, f"{job.out}: {counts}{speed}")
     return result
@@ -217,8 +216,8 @@ class Progress:
         return self.tokens / self.seconds if self.seconds else None
 
 
-def execute(generation: Generation, show: Callable[[int, str], None] = lambda *_: None) -> GenerateResult:
-    """Complete what is not completed yet. show: told the completions and the speed. Raises as `generate`."""
+def execute(generation: Generation, show: Callable[[int, int, str], None] = lambda *_: None) -> GenerateResult:
+    """Complete what is not completed yet. show: told completions, of how many, and the speed. Raises as `generate`."""
     from tp_invariant_recipes.features.rollouts.rank import Generate
 
     train.validate(generation.plan)
@@ -236,7 +235,7 @@ def execute(generation: Generation, show: Callable[[int, str], None] = lambda *_
         def tick() -> None:
             written()
             speed = f"{written.speed:,.0f} tokens/s" if written.speed else ""
-            show(before + written.completions, speed)
+            show(before + written.completions, generation.count, speed)
 
         if remaining:
             engine = {**generation.request.engine, "digests": generation.request.digests}

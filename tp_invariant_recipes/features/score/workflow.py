@@ -21,8 +21,7 @@ from tp_invariant_recipes.features.inference.model import FileJob, model_of
 from tp_invariant_recipes.features.score import against, engine_scores, vocabulary
 from tp_invariant_recipes.features.score.against import EngineDifference
 from tp_invariant_recipes.features.train import workflow as train
-from tp_invariant_recipes.launch import progress
-from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
 from tp_invariant_recipes.result import Result
@@ -127,8 +126,8 @@ def score(request: ScoreRequest, console: Console) -> ScoreResult:
         job = plan(request, file)
     result = ScoreResult(job.out)
     if not finished(job):
-        with progress.Items("scoring", "sequences", job.count, console) as bar:
-            result = execute(job, _shown(job, bar.show))
+        with progress.Counter(console) as counter:
+            result = execute(job, _shown(job, counter.counting("scoring:", " sequences")))
     speed = f", {result.speed:,} tokens/s" if result.speed else ""
     terminal.print_line(console, f"{job.out}: {job.count:,} sequences{speed}")
     if request.against is None:
@@ -281,7 +280,7 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> ScoreResult:
     return ScoreResult(scoring.out, scoring.count - done, seconds, round(speed) if speed else None)
 
 
-def _shown(scoring: Scoring, show: Callable[[int], None]) -> Callable[[], None]:
+def _shown(scoring: Scoring, show: Callable[[int, int], None]) -> Callable[[], None]:
     """Return what shows how many lines have been written."""
     written, position = 0, 0
 
@@ -293,6 +292,6 @@ def _shown(scoring: Scoring, show: Callable[[int], None]) -> Callable[[], None]:
                 while block := stream.read(1 << 20):
                     written += block.count(b"\n")
                 position = stream.tell()
-            show(written)
+            show(written, scoring.count)
 
     return tick
