@@ -3,8 +3,10 @@
 import subprocess
 import sys
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 import tp_invariant_recipes
 
@@ -36,6 +38,18 @@ def installed(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+@cache
+def pinned() -> dict[str, str]:
+    """Distribution -> the version that pyproject.toml pins in its extras `megatron` and `gpu`; {} if not installed."""
+    try:
+        requirements = [Requirement(line) for line in requires("tp-invariant-recipes") or []]
+    except PackageNotFoundError:
+        return {}
+    extras = ({"extra": "megatron"}, {"extra": "gpu"})
+    wanted = [line for line in requirements if line.marker and any(map(line.marker.evaluate, extras))]
+    return {line.name: next(iter(line.specifier)).version for line in wanted}
 
 
 def versions() -> dict[str, str | None]:

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tp_invariant_recipes.cli.doctor import MARKS
+from tp_invariant_recipes.cli.doctor import GPU_NEEDS, NEEDED
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.features import doctor
 from tp_invariant_recipes.launch import plan, record
-from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine import gpus, versions
 from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
-from tp_invariant_recipes.portable import conformance
 from tp_invariant_recipes.settings import conf_files
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,127 +137,70 @@ def machine_shown(monkeypatch):
         def verdict(self, package):
             return PatchVerdict(self.state, f"{package} 1.9")
 
-    here = {"os.path:join": str}
+    states = ("applies", "not needed", "refused")
     link = "https://github.com/NVIDIA/TransformerEngine/issues/3051"
-    patches = tuple(
-        Patch(state.replace(" ", "-"), "package", Need(state), here, "joins", link)
-        for state in ("applies", "not needed", "refused")
-    )
+    patches = tuple(Patch(state, "package", Need(state), {"os.path:join": str}, "joins", link) for state in states)
 
-    def make(result=(), versions=None):
-        proven = doctor.proven()
+    def make(result=(), **missing):
+        found = versions.pinned() | {name.replace("_", "-"): version for name, version in missing.items()}
         monkeypatch.setattr(registry, "PATCHES", patches)
         monkeypatch.setattr(gpus, "visible", lambda: list(result))
-        monkeypatch.setattr(conformance, "differences", lambda recording, product: [])
-        monkeypatch.setattr(doctor, "installed", (proven | (versions or {})).get)
+        monkeypatch.setattr(versions, "installed", found.get)
 
     return make
 
 
-def states_shown(ended) -> dict[str, str]:
-    return {row["what"]: row["state"] for row in json.loads(ended.out)}
+# GPUs, versions other than the pinned ones; exit status, and the states that are not ok.
+MACHINES = (
+    ([H200, H200], {}, 0, {}),
+    (
+        [],
+        {"transformer_engine": None, "mamba_ssm": None},
+        0,
+        {"transformer-engine": "optional", "mamba-ssm": "optional"},
+    ),
+    ([H200], {"transformer_engine": None}, 2, {"transformer-engine": "missing"}),
+    ([H200], {"torch": None, "emerging_optimizers": None}, 2, {"torch": "missing", "emerging-optimizers": "optional"}),
+    ([H200], {"megatron_core": "0.20.0", "torch": "2.11.0+cu130"}, 0, {"megatron-core": "untested"}),
+)
 
 
-def test_doctor_as_json(cli, machine_shown):
-    machine_shown([H200, H200])
+@pytest.mark.parametrize("visible, other, status, states", MACHINES)
+def test_doctor_names_what_is_missing_here(cli, machine_shown, visible, other, status, states):
+    machine_shown(visible, **other)
     ended = cli("doctor", "--json")
-    assert (ended.status, ended.err) == (0, "")
-    rows = json.loads(ended.out)
-    for row in rows:
-        more = {"reason", "versions", "upstream"} if row["what"].startswith("patch ") else set()
-        assert row.keys() == {"what", "found", "state", "advice"} | more
-        assert row["state"] in MARKS
-        assert isinstance(row["what"], str)
-        assert isinstance(row["advice"], str)
-        assert isinstance(row["found"], str | None)
-    results = {row["what"]: row["found"] for row in rows}
-    assert results["GPUs"] == "2 × NVIDIA H200 (sm_90, 139 GiB)"
-    for state in ("applies", "not needed", "refused"):
-        assert results[f"patch {state.replace(' ', '-')}"] == state
-    assert {"Python", "C compiler", "free disk here"} < results.keys()
-    assert {needed.distribution for needed in doctor.NEEDED} < results.keys()
-    assert {what for what, state in states_shown(ended).items() if state != "ok"} == {"patch refused"}
-    (applies,) = (row for row in rows if row["what"] == "patch applies")
-    assert (applies["reason"], applies["versions"], applies["advice"]) == ("package 1.9", "package <2", "joins")
-    assert applies["upstream"].endswith("/issues/3051")
+    rows = {row["what"]: row for row in json.loads(ended.out)}
+    assert (ended.status, ended.err) == (status, "")
+    states = states | {"patch refused": "refused"} | ({} if visible else {"GPUs": "optional"})
+    assert {what: row["state"] for what, row in rows.items() if row["state"] != "ok"} == states
+    assert all("make " in row["advice"] for row in rows.values() if row["state"] == "missing")
+    if len(visible) == 2:
+        assert rows["GPUs"]["found"] == "2 × NVIDIA H200 (sm_90, 139 GiB)"
 
 
 def test_doctor_shows_the_patches_with_whole_links(cli, machine_shown, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     machine_shown([H200])
-    lines = cli("doctor").out.splitlines()
-    assert "patch refused: refused (package 1.9)" in lines
-    assert "patch not-needed: not needed (package 1.9)" in lines
-    assert [line.strip() for line in lines].count("https://github.com/NVIDIA/TransformerEngine/issues/3051") == 3
-
-
-def test_doctor_of_a_machine_without_gpus_misses_nothing_that_needs_one(cli, machine_shown):
-    machine_shown(versions={"transformer-engine": None, "mamba-ssm": None, "causal-conv1d": None})
-    ended = cli("doctor", "--json")
-    assert ended.status == 0
-    optional = {what for what, state in states_shown(ended).items() if state == "optional"}
-    assert optional == {"GPUs", "transformer-engine", "mamba-ssm", "causal-conv1d"}
-
-
-def test_doctor_of_a_machine_with_gpus_does(cli, machine_shown):
-    machine_shown([H200], versions={"transformer-engine": None})
-    ended = cli("doctor", "--json")
-    assert ended.status == 2
-    assert states_shown(ended)["transformer-engine"] == "missing"
-
-
-def test_doctor_names_what_is_missing_and_how_to_get_it(cli, machine_shown):
-    machine_shown(versions={"torch": None})
-    ended = cli("doctor")
-    assert ended.status == 2
-    assert "missing" in ended.out
-    assert "scripts/lock" in ended.out
-
-
-def test_a_version_nobody_has_tried_is_reported_and_no_reason_to_fail(cli, machine_shown):
-    machine_shown(versions={"megatron-core": "0.20.0", "torch": "2.11.0+cu130"})
-    ended = cli("doctor", "--json")
-    assert ended.status == 0
-    assert states_shown(ended)["megatron-core"] == "other"
-    assert states_shown(ended)["torch"] == "ok"
-
-
-def test_doctor_without_megatron_says_nothing_of_patches(cli, machine_shown):
-    machine_shown(versions={"megatron-core": None})
-    ended = cli("doctor", "--json")
-    assert ended.status == 2
-    assert not any(what.startswith("patch") for what in states_shown(ended))
+    link = "https://github.com/NVIDIA/TransformerEngine/issues/3051"
+    told = f"needed by package <2; without it: joins; {link}"
+    assert f"patch refused: refused: package 1.9; {told}" in cli("doctor").out.splitlines()
+    machine_shown(megatron_core=None)
+    assert "patch" not in cli("doctor").out
 
 
 def test_doctor_knows_the_versions_of_pyproject():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pins = {extra: dict(line.split("==") for line in extras[extra]) for extra in ("megatron", "gpu")}
-    assert doctor.proven() == pins["megatron"] | pins["gpu"]
-    for needed in doctor.NEEDED:
-        assert needed.distribution in pins["gpu" if needed.gpu_only else "megatron"]
+    assert versions.pinned() == pins["megatron"] | pins["gpu"]
+    for distribution, (need, _) in NEEDED.items():
+        assert distribution in pins["gpu" if need == "gpu" else "megatron"]
 
 
-def test_doctor_without_its_own_metadata_takes_no_version_as_proven(cli, machine_shown, monkeypatch):
-    machine_shown()
-    monkeypatch.setattr(doctor, "proven", dict)
-    ended = cli("doctor", "--json")
-    assert ended.status == 0
-    assert states_shown(ended)["torch"] == "other"
-
-
-def test_doctor_and_the_docs_name_the_same_needs_and_models(cli, machine_shown, models_table):
-    machine_shown(versions={"transformer-engine": None})
-    advice = {row["what"]: row["advice"] for row in json.loads(cli("doctor", "--json").out)}
+def test_the_docs_name_the_same_needs_and_models(models_table):
     text = " ".join((ROOT / "docs/install.md").read_text().replace("`", "").split())
-    trained = [row["model"] for row in models_table if row["cpu"]]
     toys = [model for model in conf_files.groups()["model"] if model.endswith("_toy")]
-    assert set(toys) <= set(trained)
-    for words in toys:
-        assert words in advice["GPUs"]
-        assert words in text
-    for words in doctor.GPU_NEEDS:
-        assert words in advice["transformer-engine"]
-        assert words in text
+    assert {*toys} <= {row["model"] for row in models_table if row["cpu"]}
+    assert [word for word in (*toys, *GPU_NEEDS) if word not in text] == []
 
 
 def test_show_one_section_or_key(cli, no_gpus):

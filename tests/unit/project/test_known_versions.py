@@ -1,4 +1,4 @@
-"""The sets of versions that are known to work: those of the locks are one, and `tpi doctor` says which is here."""
+"""The sets of versions that are known to work: those of the locks are one."""
 
 import re
 import runpy
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.features import doctor
-from tp_invariant_recipes.machine.known_versions import KNOWN, matching
+from tp_invariant_recipes.machine.known_versions import KNOWN
 
 ROOT = Path(__file__).parents[3]
 LOCKS = "\n".join(file.read_text() for file in (ROOT / "scripts" / "lock" / "x86_64").glob("*.txt"))
@@ -19,32 +18,6 @@ LOCKED = dict(re.findall(r"^([\w.-]+)==(\S+)", LOCKS, re.MULTILINE))
 def test_the_last_set_is_that_of_the_locks():
     assert KNOWN[-1].versions == {name: LOCKED[name] for name in KNOWN[-1].versions}
     assert all(item.evidence for item in KNOWN)
-
-
-@pytest.mark.parametrize(
-    "here, known",
-    (
-        (KNOWN[-1].versions, True),
-        ({"megatron-bridge": "0.6.2", "megatron-core": "0.19.2"}, True),
-        ({"megatron-bridge": "0.6.2", "megatron-core": "0.19.2+cu13"}, True),
-        ({"megatron-bridge": "0.6.2", "megatron-core": "0.19.0"}, False),
-        ({"megatron-bridge": "0.6.3", "megatron-core": "0.19.2"}, False),
-        ({}, False),
-    ),
-)
-def test_a_set_that_is_here(here, known):
-    assert (matching(here.get) is not None) is known
-
-
-def test_the_doctor_says_which(monkeypatch):
-    rows = {row.what: row for row in doctor._known()}
-    assert "megatron-bridge 0.6.2, megatron-core 0.19.2, transformer-engine 2.20.2" in rows["known to work"].present
-    assert "tests/gpu on up to four H200s" in rows["known to work"].advice
-    monkeypatch.setattr(doctor, "installed", {"megatron-bridge": "9.0.0"}.get)
-    assert [(row.what, row.state) for row in doctor._known()] == [
-        ("known to work", "optional"),
-        ("these together", "other"),
-    ]
 
 
 def test_the_script_names_tests_that_there_are():

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from tp_invariant_recipes.features import doctor
 from tp_invariant_recipes.start import bytecode
 
 
@@ -28,7 +27,6 @@ def own_package(tmp_path, monkeypatch):
 
 def test_bytecode_that_will_be_written_is_not_missing(own_package):
     assert bytecode.packages_without_bytecode() == []
-    assert doctor._bytecode().state == "ok"
 
 
 @pytest.mark.parametrize("prefix", (None, "cache"))
@@ -49,7 +47,7 @@ def test_bytecode_in_a_folder_that_is_read_only(own_package, monkeypatch):
 
 def test_it_is_kept_in_a_folder_of_tpi(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert doctor._bytecode().present == f"kept in {bytecode.folder()}"
+    assert bytecode.keep() == bytecode.folder()
     importlib.import_module(own_package.parent.name)
     [kept] = bytecode.folder().rglob("*.pyc")
     assert kept.is_relative_to(f"{bytecode.folder()}{own_package.parent}")
@@ -72,9 +70,7 @@ def test_a_folder_that_the_user_has_chosen_stays(own_package, monkeypatch):
 def test_a_cache_that_cannot_be_written(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(os, "access", lambda folder, mode: False)
-    finding = doctor._bytecode()
-    assert (finding.present, finding.state) == (None, "optional")
-    assert f"compiles {own_package.parent.name} again" in finding.advice
+    assert bytecode.keep() is None
 
 
 def test_nothing_is_imported(own_package):
