@@ -3,26 +3,51 @@
 import pytest
 import torch
 
+from tests import kernel_table
 from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import causal_conv, cross_entropy, rms_norm, row_add, row_sum, token_sum, tree_add
+from tp_invariant_recipes.kernels import causal_conv, row_add, row_sum, tree_add
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.numerics.products import defined
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settings_of_a_run")]
 DTYPES = (torch.float32, torch.bfloat16)
-SHARDS = 8
 DEGREES = (2, 4, 8)
 
 
+def _moved(value):
+    if isinstance(value, Groups):
+        return Groups(value.sizes, value.counts.cuda())
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("name", kernel_table.TWINS)
+def test_the_bits_are_those_of_a_cpu(name):
+    for function, *operands in kernel_table.TWINS[name](large=True):
+        here, there = function(*operands), function(*map(_moved, operands))
+        for first, other in zip(*(item if isinstance(item, tuple) else (item,) for item in (here, there)), strict=True):
+            assert same_bits(first, other.cpu()), [getattr(value, "shape", value) for value in operands]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", (1, 2, 4, 8, 16, 32, 64, 128))
-def test_tree_add_has_the_bits_of_its_twin(width, dtype):
-    for size in (5001, 4096):
-        partials, out = normal_on_gpu(3, width, size), torch.empty(3, size, dtype=dtype)
-        on_gpu = tree_add.tree_add(partials, out.cuda(), groups=3)
-        assert same_bits(on_gpu.cpu(), tree_add.tree_add(partials.cpu(), out, groups=3))
+def test_parts_are_parts_of_the_whole(dtype):
+    for row in kernel_table.sliced(large=True, dtype=dtype, device="cuda"):
+        row.check(DEGREES)
+
+
+@pytest.mark.parametrize("at_once", (False, True))
+def test_a_rank_adds_its_rows_alone(at_once):
+    """Leaving out the numbers of other ranks."""
+    rows, at = normal_on_gpu(4096, 1024), torch.randint(512, (4096,), device="cuda")
+    whole = kernel_table.added(rows, at, torch.zeros(512, 1024, device="cuda"), at_once)
+    for degree in DEGREES:
+        size, parts = 512 // degree, []
+        for first in range(0, 512, size):
+            mine = (at - first).masked_fill((at < first) | (at >= first + size), -1)
+            parts.append(kernel_table.added(rows, mine, torch.zeros(size, 1024, device="cuda"), at_once))
+        assert same_bits(torch.cat(parts), whole)
 
 
 def test_a_later_launch_has_the_bits_of_the_first():
@@ -48,107 +73,6 @@ def test_a_later_launch_has_the_bits_of_the_first():
     assert same_bits(out.cpu(), expected)
     shifted = memory[1:].view(8, 4096)
     assert same_bits(tree_add.tree_add(shifted, out).cpu(), tree_add.tree_add(shifted.cpu(), torch.empty(4096)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens, heads, width", ((256, 1, 1024), (2048, 1, 4096), (512, 32, 128), (96, 8, 24)))
-@pytest.mark.parametrize("by_heads", (False, True))
-def test_norm_of_a_slice_is_the_slice_of_the_norm(dtype, tokens, heads, width, by_heads):
-    if by_heads and heads == 1:
-        pytest.skip("one head is not divided")
-    # As Megatron's keys are: heads with gaps between them.
-    x = normal_on_gpu(tokens, heads, 2 * width, dtype=dtype)[..., :width]
-    dy, weight = normal_on_gpu(tokens, heads, width, dtype=dtype), normal_on_gpu(width, dtype=dtype)
-    y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
-    dx, leaves = rms_norm.rms_norm_backward(dy, x, weight, scale, SHARDS, by_heads)
-    dim = 1 if by_heads else 0
-    for degree in DEGREES:
-        parts = []
-        for rank in range(degree):
-            mine = [t.chunk(degree, dim)[rank] for t in (x, dy)]
-            if rank % 2:
-                mine = [t.contiguous() for t in mine]
-            part, s = rms_norm.rms_norm_forward(mine[0], weight, 1e-6)
-            parts.append((part, *rms_norm.rms_norm_backward(mine[1], mine[0], weight, s, SHARDS // degree, by_heads)))
-        for whole, pieces, along in zip((y, dx, leaves), zip(*parts, strict=True), (dim, dim, 0), strict=True):
-            assert same_bits(whole, torch.cat(pieces, along))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_is_correct(dtype):
-    x, dy, weight = (
-        normal_on_gpu(256, 1, 1000, dtype=dtype),
-        normal_on_gpu(256, 1, 1000, dtype=dtype),
-        normal_on_gpu(1000, dtype=dtype),
-    )
-    y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
-    dx, leaves = rms_norm.rms_norm_backward(dy, x, weight, scale, 4, False)
-    x64, w64 = (t.double().requires_grad_() for t in (x, weight))
-    y64 = torch.nn.functional.rms_norm(x64, (1000,), w64, 1e-6)
-    y64.backward(dy.double())
-    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(y.double(), y64, **near)
-    torch.testing.assert_close(dx.double(), x64.grad, **near)
-    torch.testing.assert_close(leaves.double().sum((0, 1)), w64.grad, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cross_entropy_of_a_slice_is_the_slice_of_it(dtype):
-    rows, size = 64, 8 * 19000
-    logits, gradient = normal_on_gpu(rows, size, dtype=dtype), normal_on_gpu(rows)
-    target = torch.randint(size, (rows,), device="cuda")
-    highest = logits.amax(-1).float()
-    partials = cross_entropy.sum_of_exponentials(logits, highest, SHARDS)
-    total = partials.sum(0)
-    dlogits = cross_entropy.softmax_gradient(logits, target, highest, total, gradient, SHARDS)
-    reference = logits.double().requires_grad_()
-    torch.nn.functional.cross_entropy(reference, target, reduction="none").backward(gradient.double())
-    torch.testing.assert_close(dlogits.double(), reference.grad, rtol=1e-2, atol=1e-5)
-    for degree in DEGREES:
-        slices = [part.contiguous() for part in logits.chunk(degree, 1)]
-        sums = [cross_entropy.sum_of_exponentials(part, highest, SHARDS // degree) for part in slices]
-        assert same_bits(partials, torch.cat(sums))
-        gradients = [
-            cross_entropy.softmax_gradient(part, target - n * part.shape[1], highest, total, gradient, SHARDS // degree)
-            for n, part in enumerate(slices)
-        ]
-        assert same_bits(dlogits, torch.cat(gradients, 1))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_token_sum_of_a_slice_is_the_slice_of_it(dtype):
-    values = normal_on_gpu(256, 1600, dtype=dtype)
-    whole = token_sum.token_sum(values, 1)
-    torch.testing.assert_close(whole.double().sum((0, 1)), values.double().sum(0), rtol=1e-4, atol=1e-4)
-    for degree in DEGREES:
-        assert same_bits(whole, torch.cat([token_sum.token_sum(v, 1) for v in values.chunk(degree, 1)], 2))
-    chunks = token_sum.token_sum(values, SHARDS)
-    for degree in DEGREES:
-        parts = [token_sum.token_sum(v, SHARDS // degree) for v in values.chunk(degree)]
-        assert same_bits(chunks, torch.cat(parts))
-
-
-@pytest.mark.parametrize("at_once", (False, True))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "tokens, table, features", ((4096, 512, 1024), (8192, 151936, 1024), (300, 8, 40), (513, 64, 5000))
-)
-def test_added_rows_have_the_bits_of_the_cpu_and_of_slices(tokens, table, features, dtype, at_once):
-    """Two micro-batches; a third of the tokens are one number. A rank leaves out the numbers of other ranks."""
-    whole = torch.zeros(table, features, device="cuda")
-    parts = {degree: [torch.zeros_like(part) for part in whole.chunk(degree)] for degree in DEGREES}
-    twin = torch.zeros(table, features)
-    for _ in range(2):
-        rows, at = normal_on_gpu(tokens, features, dtype=dtype), torch.randint(table, (tokens,), device="cuda")
-        at[::3] = 5
-        row_add.add_rows(rows, at, whole, at_once)
-        row_add.add_rows(rows.cpu(), at.cpu(), twin, at_once)
-        for ranks in parts.values():
-            for n, part in enumerate(ranks):
-                mine = at - n * len(part)
-                row_add.add_rows(rows, mine.masked_fill((mine < 0) | (mine >= len(part)), -1), part, at_once)
-    assert same_bits(whole.cpu(), twin)
-    assert all(same_bits(torch.cat(ranks), whole) for ranks in parts.values())
 
 
 # [tokens, k, n] of one shard of Qwen3-0.6B and 8B, V = 8 and 4.

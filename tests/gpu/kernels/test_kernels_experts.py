@@ -6,14 +6,6 @@ import torch
 from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
-from tp_invariant_recipes.kernels.row_sum import _row_sum_torch, row_sum
-from tp_invariant_recipes.kernels.weighted_activation import (
-    Clamped,
-    _backward_torch,
-    _forward_torch,
-    weighted_activation,
-    weighted_activation_backward,
-)
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
@@ -89,35 +81,6 @@ def test_a_library_product_does_depend_on_its_rows():
         whole = x @ weight.t()
         differs |= not all(same_bits(x[:rows] @ weight.t(), whole[:rows]) for rows in (1, 8, 60, 129, 512))
     assert differs
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_sums_have_the_bits_of_the_cpu(dtype):
-    rows, at = torch.randn(500, 2048).to(dtype), torch.randint(-1, 500, (300, 8))
-    expected = _row_sum_torch(rows, at, rows.new_empty(300, 2048))
-    assert same_bits(row_sum(rows.cuda(), at.cuda()).cpu(), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weights", DTYPES, ids=str)
-@pytest.mark.parametrize("features", (768, 1856, 64))
-@pytest.mark.parametrize(
-    "kind", ("swiglu", "squared_relu", Clamped(1.702, 0.7, 1.0), Clamped(1.0, float("inf"), 0.5)), ids=str
-)
-def test_activations(kind, features, weights, dtype):
-    width = features * (1 if kind == "squared_relu" else 2)
-    x, dy = normal_on_gpu(700, width, dtype=dtype), normal_on_gpu(700, features, dtype=dtype)
-    p = torch.rand(700, device="cuda").to(weights)
-    y, (dx, dp) = weighted_activation(x, p, kind), weighted_activation_backward(dy, x, p, kind)
-    twins = (_forward_torch(x.cpu(), p.cpu(), kind), *_backward_torch(dy.cpu(), x.cpu(), p.cpu(), kind))
-    for result, expected in zip((y, dx, dp), twins, strict=True):
-        error = 1e-5 if result.dtype == torch.float32 else 5e-3
-        assert (result.cpu().double() - expected.double()).norm() < error * expected.double().norm()
-    for part in (slice(5, 6), slice(100, 433)):
-        alone = weighted_activation_backward(dy[part].clone(), x[part].clone(), p[part].clone(), kind)
-        assert same_bits(weighted_activation(x[part].clone(), p[part].clone(), kind), y[part])
-        assert same_bits(alone[0], dx[part])
-        assert same_bits(alone[1], dp[part])
 
 
 @pytest.mark.parametrize("experts, topk", ((8, 2), (128, 8), (128, 6)))

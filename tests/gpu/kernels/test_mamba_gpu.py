@@ -8,7 +8,6 @@ import torch
 from tests.distributed.ranks import joined
 from tests.operands import same_bits
 from tp_invariant_recipes.cpu_host.stand_ins import mamba as twin
-from tp_invariant_recipes.kernels import causal_conv, group_norm
 from tp_invariant_recipes.numerics.layers import mamba
 from tp_invariant_recipes.numerics.megatron.init import place
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -26,48 +25,6 @@ def _random(*shape, dtype=torch.float32, seed=0, scale=1.0):
 def _near(result, expected, tolerance):
     error = (result.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().cpu()
     assert error < tolerance, float(error)
-
-
-def _conv(x, dy, weight, bias, step):
-    y = causal_conv.causal_conv_forward(x, weight, bias, step)
-    return (y, *causal_conv.causal_conv_backward(dy, x, weight, bias, step))
-
-
-def _norm(x, dy, weight):
-    y, scale = group_norm.group_norm_forward(x, weight, 1e-5)
-    return (y, scale, *group_norm.group_norm_backward(dy, x, weight, scale))
-
-
-def _slices_agree(function, tensors, *others):
-    whole = function(*tensors, *others)
-    for degree in DEGREES:
-        parts = [function(*part, *others) for part in zip(*(t.chunk(degree) for t in tensors), strict=True)]
-        assert all(same_bits(item, torch.cat(part)) for item, part in zip(whole, zip(*parts, strict=True), strict=True))
-    return whole
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, channels, step", ((2048, 768, 1), (1000, 320, 2), (96, 37, 4)))
-def test_convolution_of_a_slice_is_the_slice_of_it(dtype, rows, channels, step):
-    x, dy = (_random(SHARDS, rows, channels, dtype=dtype, seed=n) for n in (1, 2))
-    weight, bias = _random(SHARDS, channels, 4, dtype=dtype, seed=3), _random(SHARDS, channels, dtype=dtype, seed=4)
-    result = _slices_agree(_conv, (x, dy, weight, bias), step)
-    expected = _conv(*(t.float().cpu() for t in (x, dy, weight, bias)), step)
-    for a, b in zip(result[:2], expected[:2], strict=True):
-        _near(a, b, 1e-5 if dtype == torch.float32 else 1e-2)
-    _near(result[2].sum(1), expected[2].sum(1), 1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, groups, width", ((2048, 1, 512), (1000, 2, 256), (96, 3, 20)))
-def test_norm_of_a_slice_is_the_slice_of_it(dtype, rows, groups, width):
-    x, dy = (_random(SHARDS, rows, groups, width, dtype=dtype, seed=n) for n in (1, 2))
-    weight = _random(SHARDS, groups, width, dtype=dtype, seed=3)
-    result = _slices_agree(_norm, (x, dy, weight))
-    expected = _norm(*(t.float().cpu() for t in (x, dy, weight)))
-    for a, b in zip(result[:3], expected[:3], strict=True):
-        _near(a, b, 1e-5 if dtype == torch.float32 else 1e-2)
-    _near(result[3].sum(1), expected[3].sum(1), 1e-4)
 
 
 # --- the mixer, without its projections ---

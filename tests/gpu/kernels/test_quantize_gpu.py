@@ -131,24 +131,6 @@ def test_a_definition_on_a_gpu_is_that_on_a_cpu():
             assert torch.equal(here.scale.cpu(), there.scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ("normal", "wide", "small", "large", "ties", "bits"))
-def test_mxfp8_has_the_bits_of_its_definition(kind, dtype):
-    sizes = (40, 0, 3, 300, 41)
-    x = operand(kind, rows=384, k=480)
-    here, groups, there = x.cuda(), *(Groups(sizes, torch.tensor(sizes, device=on)) for on in ("cuda", "cpu"))
-    for name, form in (
-        ("rows", lambda x, _: (mxfp8.along_rows(x, dtype),)),
-        ("columns", lambda x, _: (mxfp8.along_columns(x, dtype),)),
-        ("both", lambda x, _: mxfp8.sides(x, dtype)),
-        ("groups", lambda x, groups: mxfp8.sides(x, dtype, groups=groups)),
-    ):
-        results, expected = form(here, groups), form(x, there)
-        assert all(same_bits(a.cpu(), b) for a, b in zip(results, expected, strict=True)), name
-    unaligned = torch.cat((here.new_zeros(1), here.flatten()))[1:].view(x.shape)
-    assert same_bits(mxfp8.along_rows(unaligned, dtype).cpu(), mxfp8.along_rows(x, dtype))
-
-
 def test_mxfp8_of_other_blocks_is_seen():
     """The control."""
     x = operand("wide", rows=64, k=64)

@@ -7,6 +7,7 @@ The interpreter rounds fp32 as IEEE 754 says, so what a kernel adds, and in whic
 rounding.
 """
 
+import functools
 import json
 import os
 import sys
@@ -22,13 +23,13 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.operands import KINDS, same_bits, sample
+from tests import kernel_table
+from tests.operands import same_bits
 from tests.unit.kernels import fp8_interpreted, test_delta_rule
 from tests.unit.kernels.products import test_mxfp8
 from tests.unit.kernels.products.test_fixed_tile_product import RAGGED, layouts, operands
-from tests.unit.numerics.layers.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
 from tests.unit.numerics.sums.test_grad_norm import kernel_cases
-from tests.unit.portable import attention_interpreted, test_draw
+from tests.unit.portable import attention_interpreted
 from tp_invariant_recipes.kernels import (
     causal_conv,
     centred_rows,
@@ -37,30 +38,14 @@ from tp_invariant_recipes.kernels import (
     grad_norm,
     group_norm,
     peer_add,
-    rms_norm,
-    row_add,
-    row_sum,
     swiglu,
-    token_sum,
     tree_add,
-    weighted_activation,
 )
 from tp_invariant_recipes.kernels.products import fixed_tile_product, grouped_product, mxfp8
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantized import E4M3
 from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.numerics.layers import delta_net
 from tp_invariant_recipes.numerics.sums import peer_memory
-from tp_invariant_recipes.portable import definition
-from tp_invariant_recipes.portable.ieee import adam as ieee_adam
-from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
-from tp_invariant_recipes.portable.ieee import draw as ieee_draw
-from tp_invariant_recipes.portable.ieee import norm as ieee_norm
-from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
-from tp_invariant_recipes.portable.ieee import router as ieee_router
-from tp_invariant_recipes.portable.ieee import samples as ieee_samples
-from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
-from tp_invariant_recipes.portable.shared_source import fill
 
 # Each takes a third of the interpreter's time: looking for overflows in all sums of indices, which are small here, and
 # replacing Triton's language anew for each call of a function.
@@ -78,9 +63,6 @@ def _patched_once(fn):
 
 interpreter._patch_lang = _patched_once
 
-DTYPES = (torch.bfloat16, torch.float32)
-FEW = ("wide", "special")  # kinds of operands: the interpreter is slow
-
 
 def _alike(function, *operands):
     """Assert that a function of the package gives CPU tensors the bits that its kernel gives them."""
@@ -91,11 +73,31 @@ def _alike(function, *operands):
     assert all(map(same_bits, results, twins)), [part.shape for part in operands if isinstance(part, torch.Tensor)]
 
 
-def tree_add_has_the_bits_of_its_twin():
-    for width in (1, 2, 4, 8, 16, 32, 64):
-        # A part of a block beside whole ones: a block has 1024 elements, of more than 8 partials 128.
-        for groups, size in ((2, 1040 if width <= 8 else 150), (3, 5)):
-            _alike(tree_add.tree_add, torch.randn(groups, width, size), torch.zeros(groups, size), groups)
+def twins(name):
+    """What the table has of these: a function's form for a CPU and its kernel have the same bits."""
+    if name == "portable functions":
+        interpreter.InterpreterBuilder.create_fma = attention_interpreted.fused
+    for call in kernel_table.TWINS[name](large=False):
+        _alike(*call)
+
+
+def parts_are_parts_of_the_whole():
+    causal_conv.CHANNELS, group_norm.TILE = 16, 512  # several blocks, several tiles a leaf
+    for row in kernel_table.sliced(large=False):
+        row.check((2, 4), lambda: patch.object(torch.Tensor, "is_cuda", True))
+
+
+def added_rows_differ_from_rows_added_at_once():
+    for function, *sums, _ in kernel_table.TWINS["row_add"](large=False):
+        assert not same_bits(function(*sums, False), function(*sums, True))
+
+
+def weights_anywhere_in_memory_are_rounded_as_by_their_twin():
+    memory = test_mxfp8.operand("wide", rows=200, k=160)
+    for starts in ((8, 0, 96), (1, 100, 37)):  # rows of 320 bytes; those of the second are in no order
+        weights = [memory[start : start + 64] for start in starts]
+        for rows in (True, False):
+            _alike(lambda rows, weights=weights: tuple(mxfp8.of_weights(weights, rows=rows)), rows)
 
 
 def peers_are_added_in_the_order_of_the_tree():
@@ -161,30 +163,6 @@ class _Views(dict):
         return [buffer[: kind[0]] for buffer in self.memory]
 
 
-def norms_are_correct_and_slices_of_each_other():
-    cases = ((32, 1, 96, False), (16, 8, 24, True), (16, 8, 64, True), (8, 1, 5000, False))
-    for tokens, heads, width, by_heads in cases:
-        shards = 4
-        x = torch.randn(tokens, heads, 2 * width)[..., :width]
-        dy, weight = torch.randn(tokens, heads, width), torch.randn(width)
-        y, scale = rms_norm._forward_triton(x, weight, 1e-6)
-        dx, leaves = rms_norm._backward_triton(dy, x, weight, scale, shards, by_heads)
-        y2, scale2 = rms_norm._forward_torch(x, weight, 1e-6)
-        dx2, leaves2 = rms_norm._backward_torch(dy, x, weight, scale2, shards, by_heads)
-        torch.testing.assert_close(y, y2)
-        torch.testing.assert_close(dx, dx2)
-        torch.testing.assert_close(leaves.sum(1), leaves2.sum(1), rtol=1e-4, atol=1e-4)
-        dim = 1 if by_heads else 0
-        for degree in (2, 4):
-            parts = []
-            for rank in range(degree):
-                mine, expected = x.chunk(degree, dim)[rank], dy.chunk(degree, dim)[rank]
-                part, s = rms_norm._forward_triton(mine, weight, 1e-6)
-                parts.append((part, *rms_norm._backward_triton(expected, mine, weight, s, shards // degree, by_heads)))
-            for whole, pieces, along in zip((y, dx, leaves), zip(*parts, strict=True), (dim, dim, 0), strict=True):
-                assert same_bits(whole, torch.cat(pieces, along)), (tokens, heads, width, degree)
-
-
 def rows_lose_their_own_mean():
     for width in (96, 100, 5000):
         memory = torch.randn(1 + 7 * width)
@@ -194,20 +172,6 @@ def rows_lose_their_own_mean():
             torch.testing.assert_close(y, (x.double() - x.double().mean(1, keepdim=True)).float())
             alone = centred_rows._centred_triton(x[2:5], torch.empty(3, width))
             assert same_bits(alone, y[2:5].contiguous()), width
-
-
-def token_sums_are_correct_and_slices_of_each_other():
-    values = torch.randn(24, 320)  # leaves of several tokens, two blocks of features
-    whole, chunks = token_sum._token_sum_triton(values, 1), token_sum._token_sum_triton(values, 4)
-    torch.testing.assert_close(whole.sum(1), values.sum(0, keepdim=True))
-    for tokens, shards in ((24, 4), (3, 1), (130, 1)):
-        few = torch.cat([values] * 11)[:tokens]  # fp32: bf16 numbers this few add exactly in any order
-        _alike(token_sum.token_sum, few, shards)
-    for degree in (2, 4):
-        columns = [token_sum._token_sum_triton(part.contiguous(), 1) for part in values.chunk(degree, 1)]
-        assert same_bits(whole, torch.cat(columns, 2))
-        rows = [token_sum._token_sum_triton(part, 4 // degree) for part in values.chunk(degree)]
-        assert same_bits(chunks, torch.cat(rows))
 
 
 def digest_lanes_are_those_of_numpy():
@@ -305,39 +269,6 @@ def experts_products_are_correct_whoever_lies_beside():
     assert all(map(same_bits, chained, expected))
 
 
-def row_sums_have_the_bits_of_their_twin():
-    for features in (40, 1500):
-        _alike(row_sum.row_sum, torch.randn(9, features), torch.randint(-1, 9, (13, 3)))
-
-
-def rows_are_added_as_their_twin_adds_them():
-    def added(rows, at, out, at_once):
-        row_add.add_rows(rows, at, out := out.clone(), at_once)
-        return out
-
-    for features, most in ((40, 3), (1500, 12), (8, 1)):
-        operands = torch.randn(24, features), torch.randint(-2, most, (24,)), torch.randn(most, features)
-        for at_once in (False, True):
-            _alike(added, *operands, at_once)
-        assert not same_bits(added(*operands, False), added(*operands, True)), (features, most)
-
-
-def activations_are_correct_row_by_row():
-    clamped = weighted_activation.Clamped(1.702, 0.7, 1.0), weighted_activation.Clamped(1.0, float("inf"), 0.5)
-    for kind, width in (("swiglu", 400), ("squared_relu", 200), *((kind, 400) for kind in clamped)):
-        x, p, dy = torch.randn(11, width), torch.rand(11), torch.randn(11, 200)
-        y, twin = weighted_activation._forward_triton(x, p, kind), weighted_activation._forward_torch(x, p, kind)
-        torch.testing.assert_close(y, twin)
-        both = weighted_activation._backward_triton(dy, x, p, kind), weighted_activation._backward_torch(dy, x, p, kind)
-        for mine, other in zip(*both, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-        for row in range(11):
-            single = slice(row, row + 1)
-            assert same_bits(weighted_activation._forward_triton(x[single], p[single], kind), y[single])
-            alone = weighted_activation._backward_triton(dy[single], x[single], p[single], kind)
-            assert all(same_bits(a, b[single]) for a, b in zip(alone, both[0], strict=True))
-
-
 def swiglu_is_correct_number_by_number():
     x, dy = torch.randn(3, 2 * 1100), torch.randn(3, 1100)
     wide = x.double().requires_grad_()
@@ -378,47 +309,6 @@ def fixed_tile_products_are_correct():
                 torch.testing.assert_close(out.double(), before + expected, rtol=1e-5, atol=2e-5)
 
 
-def _near(result, expected):
-    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
-
-
-def _convolved(x, dy, weight, bias):
-    y = causal_conv._forward_triton(x, weight, bias, STEP)
-    return (y, *causal_conv._backward_triton(dy, x, weight, bias, STEP))
-
-
-def mambas_convolution_is_correct_and_slices_of_each_other():
-    causal_conv.CHANNELS = 16  # several blocks of them
-    x, dy, weight, bias = inputs = tuple(tensor[:2] for tensor in conv_inputs())
-    whole = _convolved(*inputs)
-    _near(whole[0], causal_conv._forward_torch(x, weight, bias, STEP))
-    dx, sums = causal_conv._backward_torch(dy, x, weight, bias, STEP)
-    _near(whole[1], dx)
-    _near(whole[2].sum(1), sums.sum(1))
-    assert whole[2].shape[1] > 1
-    parts = [_convolved(*part) for part in slices(inputs, 2)]
-    assert all(same_bits(item, torch.cat(pieces)) for item, pieces in zip(whole, zip(*parts, strict=True), strict=True))
-
-
-def _normed(x, dy, weight):
-    y, scale = group_norm._forward_triton(x, weight, 1e-5)
-    return (y, scale, *group_norm._backward_triton(dy, x, weight, scale))
-
-
-def mambas_norm_is_correct_and_slices_of_each_other():
-    group_norm.TILE = 512  # several tiles a leaf, several leaves
-    x, dy, weight = (tensor[:2] for tensor in norm_inputs())
-    whole = _normed(x, dy, weight)
-    y, scale = group_norm._forward_torch(x, weight, 1e-5)
-    dx, sums = group_norm._backward_torch(dy, x, weight, scale)
-    for result, expected in zip(whole[:3], (y, scale, dx), strict=True):
-        _near(result, expected)
-    _near(whole[3].sum(1), sums.sum(1))
-    assert whole[3].shape[1] > 1
-    parts = [_normed(*part) for part in slices((x, dy, weight), 2)]
-    assert all(same_bits(item, torch.cat(pieces)) for item, pieces in zip(whole, zip(*parts, strict=True), strict=True))
-
-
 def the_gated_delta_rule_is_correct_shard_by_shard():
     """In the second chunk there are eight tokens; two heads share a group, whose features are fewer than a tile's."""
     sizes = delta_rule.Heads(groups=1, heads=2, key=20, value=12)
@@ -453,87 +343,6 @@ def samples_of_a_gated_delta_net_are_computed_as_if_alone():
     assert not same_bits(whole[1][:, :, [0]], whole[1][:, :, [1]])  # the control
 
 
-def portable_norms_have_the_bits_of_their_twin():
-    shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (6, 1, 5000, 2, False))
-    for (tokens, heads, width, *shards), kind, dtype in product(shapes, FEW, DTYPES):
-        x, dy = (sample(kind, tokens, heads, width, dtype=dtype, seed=seed) for seed in (0, 1))
-        weight = sample("normal", width, dtype=dtype, seed=2)
-        _alike(ieee_norm.rms_norm_forward, x, weight, 1e-6)
-        _alike(ieee_norm.rms_norm_backward, dy, x, weight, ieee_norm.rms_norm_forward(x, weight, 1e-6)[1], *shards)
-
-
-def portable_swiglu_has_the_bits_of_its_twin():
-    for kind, dtype in zip(FEW, DTYPES, strict=True):
-        x, dy = sample(kind, 2, 2 * 1100, dtype=dtype), sample(kind, 2, 1100, dtype=dtype, seed=1)
-        _alike(ieee_swiglu.swiglu, x)
-        _alike(lambda *operands: ieee_swiglu.swiglu_backward(*operands)[0], dy, x)
-
-
-def portable_rotary_has_the_bits_of_its_twin():
-    tables = ieee_rotary.tables(16, 32, 1e6)
-    for kind, dtype, width in product(KINDS, DTYPES, (32, 44)):
-        _alike(ieee_rotary.rotate, sample(kind, 10, 2, 30, width, dtype=dtype), *tables)
-
-
-def portable_cross_entropy_has_the_bits_of_its_twin():
-    for kind, dtype, (vocabulary, shards) in product(FEW, DTYPES, ((300, 2), (5000, 1))):
-        logits, gradient = sample(kind, 3, vocabulary, dtype=dtype), sample("normal", 3, seed=1)
-        highest = logits.amax(-1).float().nan_to_num(nan=torch.inf)
-        _alike(ieee_cross_entropy.sum_of_exponentials, logits, highest, shards)
-        total = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)[0]
-        index = torch.tensor([vocabulary - 1, -1, 5])
-        _alike(ieee_cross_entropy.softmax_gradient, logits, index, highest, total, gradient, shards)
-        _alike(ieee_cross_entropy.logarithm, total)
-
-
-def portable_adam_has_the_bits_of_its_twin():
-    numbers = ieee_adam.adam_numbers(5, 1e-3, (0.9, 0.95), 1e-8, 0.1)
-
-    def stepped(decoupled, *tensors):
-        tensors = tuple(tensor.clone() for tensor in tensors)
-        ieee_adam.adam_step(*([tensor] for tensor in tensors), numbers, decoupled)
-        return tensors
-
-    for kind, decoupled in product(KINDS, (True, False)):
-        _alike(stepped, decoupled, *(sample(kind, 2500, seed=seed) for seed in range(4)))
-
-
-def portable_routers_have_the_bits_of_their_twin():
-    for kind, dtype, (experts, topk) in (("normal", torch.bfloat16, (8, 2)), ("wide", torch.float32, (100, 8))):
-        logits = sample(kind, 5, experts, dtype=dtype)
-        logits[0], logits[1, ::2] = 1.5, 0.25
-        dp, ds = sample(kind, 5, experts, dtype=dtype, seed=1), sample(kind, 5, experts, seed=2)
-        _alike(ieee_router.route_tokens, logits, topk)
-        _alike(ieee_router.route_tokens_backward, dp, ds, logits, ieee_router.route_tokens(logits, topk)[2])
-
-
-def portable_experts_have_the_bits_of_their_twin():
-    for kind, dtype, width in (("wide", torch.bfloat16, 70), ("special", torch.float32, 1100)):
-        x, dy = sample(kind, 3, 2 * width, dtype=dtype), sample(kind, 3, width, dtype=dtype, seed=1)
-        p = sample("normal", 3, dtype=dtype, seed=2)
-        _alike(ieee_swiglu.swiglu, x, p)
-        _alike(ieee_swiglu.swiglu_backward, dy, x, p)
-
-
-def portable_functions_have_the_bits_of_their_twin():
-    interpreter.InterpreterBuilder.create_fma = attention_interpreted.fused
-    _alike(ieee_samples.values, torch.from_numpy(definition.samples().copy()))
-
-
-def portable_draws_have_the_bits_of_their_twin():
-    """Of a group of words and a part of one; the greatest of several programs."""
-    scores, keys, numbers = test_draw.inputs(8, 4200, "ties")
-    highest, do_sample, temperature = scores.amax(-1), numbers[:, 0].int(), numbers[:, 1].float()
-    limits = ieee_draw.kept(scores, highest, numbers)
-    _alike(ieee_draw.race, scores, highest, do_sample, temperature, keys, limits)
-
-    def weights(*operands):
-        fill(ieee_draw.weights_triton, ieee_draw._weights_loop, (*operands, out := torch.empty_like(scores)), work=1)
-        return out
-
-    _alike(weights, scores, highest, temperature)
-
-
 def portable_attention_has_the_bits_of_its_twin():
     """Tiles with a part beyond the end, four heads a group; with fewer bits, others."""
     assert attention_interpreted.differing_from_twin(25, 70, 1, 4, 1, 24, "opposite") == []
@@ -558,25 +367,12 @@ def fp8_products_have_the_bits_of_the_definition():
     assert fp8_interpreted.differing(12, "1x128", (E4M3, E4M3), 5, 9, 128)
 
 
-def mxfp8_has_the_bits_of_its_twin():
-    sizes = (40, 0, 3, 32)
-    forms = (E4M3, True, True, Groups(sizes, torch.tensor(sizes))), (E5M2, True, False, None), (E4M3, False, True, None)
-    kinds = ("wide", "small", "large", "bits", "ends", "bits")
-    for kind, (dtype, rows, columns, groups) in zip(kinds, forms * 2, strict=True):
-        x = test_mxfp8.operand(kind, rows=75 if groups else 64, k=160)
-        _alike(mxfp8.sides, x, dtype, rows, columns, groups)
-    memory = test_mxfp8.operand("wide", rows=200, k=160)
-    for starts in ((8, 0, 96), (1, 100, 37)):  # rows of 320 bytes; those of the second are in no order
-        weights = [memory[start : start + 64] for start in starts]
-        for rows in (True, False):
-            _alike(lambda rows, weights=weights: tuple(mxfp8.of_weights(weights, rows=rows)), rows)
-
-
 KERNELS: dict[str, Callable[[], None]] = {
     name: function
     for name, function in [*globals().items()]
-    if isfunction(function) and function.__module__ == __name__ and name[0] != "_"
+    if isfunction(function) and function.__module__ == __name__ and name[0] != "_" and name != "twins"
 }
+KERNELS |= {name: functools.partial(twins, name) for name in kernel_table.TWINS}
 
 
 def _in_a_fork(function: Callable[[], None]) -> str | None:

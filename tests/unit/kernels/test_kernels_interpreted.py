@@ -9,20 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests import kernel_table
 from tests.unit.kernels import interpreted
 
 # The interpreter takes seconds for each of these; SwiGLU stands for them in `make test`.
 LONG = {
-    "mambas_convolution_is_correct_and_slices_of_each_other",
+    *kernel_table.TWINS.keys() - {"tree_add", "row_sum", "row_add", "portable SwiGLU", "portable functions", "MXFP8"},
+    "parts_are_parts_of_the_whole",
     "the_gated_delta_rule_is_correct_shard_by_shard",
     "samples_of_a_gated_delta_net_are_computed_as_if_alone",
-    "portable_norms_have_the_bits_of_their_twin",
-    "portable_rotary_has_the_bits_of_its_twin",
-    "portable_cross_entropy_has_the_bits_of_its_twin",
-    "portable_adam_has_the_bits_of_its_twin",
     "portable_attention_of_more_shapes_has_the_bits_of_its_twin",
-    "portable_routers_have_the_bits_of_their_twin",
-    "portable_draws_have_the_bits_of_their_twin",
     "portable_attention_to_cached_keys_has_the_bits_of_its_twin",
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.operands import normal, same_bits
+from tests.operands import normal
 from tp_invariant_recipes.kernels import causal_conv, group_norm
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side
 from tp_invariant_recipes.numerics.layers.mamba import causal_conv as conv
@@ -21,33 +21,6 @@ def conv_inputs(dtype=torch.float32):
 def norm_inputs(dtype=torch.float32):
     x, dy = (normal(SHARDS, ROWS, 3, 20, seed=n).to(dtype) for n in (1, 2))
     return x, dy, normal(SHARDS, 3, 20, seed=3).to(dtype)
-
-
-def slices(tensors, degree):
-    """What each of `degree` ranks has of tensors whose first dimension is the shards."""
-    return zip(*(tensor.chunk(degree) for tensor in tensors), strict=True)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_a_rank_with_a_part_of_the_shards_has_their_bits(dtype):
-    x, dy, weight, bias = conv_inputs(dtype)
-    whole = (causal_conv.causal_conv_forward(x, weight, bias, STEP),
-             *causal_conv.causal_conv_backward(dy, x, weight, bias, STEP))  # fmt: skip
-    for degree in (2, 4):
-        parts = [
-            (causal_conv.causal_conv_forward(a, w, b, STEP), *causal_conv.causal_conv_backward(d, a, w, b, STEP))
-            for a, d, w, b in slices((x, dy, weight, bias), degree)
-        ]
-        assert all(same_bits(item, torch.cat(p)) for item, p in zip(whole, zip(*parts, strict=True), strict=True))
-    x, dy, weight = norm_inputs(dtype)
-    y, scale = group_norm.group_norm_forward(x, weight, 1e-5)
-    whole = (y, scale, *group_norm.group_norm_backward(dy, x, weight, scale))
-    for degree in (2, 4):
-        parts = []
-        for a, d, w in slices((x, dy, weight), degree):
-            y, scale = group_norm.group_norm_forward(a, w, 1e-5)
-            parts.append((y, scale, *group_norm.group_norm_backward(d, a, w, scale)))
-        assert all(same_bits(item, torch.cat(p)) for item, p in zip(whole, zip(*parts, strict=True), strict=True))
 
 
 def test_the_convolution_is_torchs():

@@ -1,0 +1,324 @@
+"""The conformance table of kernels: functions of the package, and operands that show how they round and add.
+
+TWINS:  the function has the same bits by its form for a CPU, in Triton's interpreter and on a GPU.
+SLICED: each backend computes of a part of the operands that part of what it computes of all, and nearly what a CPU
+        computes of the whole.
+
+Triton's interpreter takes small operands (tests/unit/kernels/interpreted.py), a GPU takes those of a model
+(tests/gpu/kernels/test_kernels.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.operands import KINDS, any_bits, normal, same_bits, sample
+from tests.unit.kernels.products import test_mxfp8
+from tests.unit.portable import test_draw
+from tp_invariant_recipes.kernels import (
+    causal_conv,
+    cross_entropy,
+    group_norm,
+    rms_norm,
+    row_add,
+    row_sum,
+    token_sum,
+    tree_add,
+    weighted_activation,
+)
+from tp_invariant_recipes.kernels.products import mxfp8
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.portable import definition
+from tp_invariant_recipes.portable.ieee import adam as ieee_adam
+from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import draw as ieee_draw
+from tp_invariant_recipes.portable.ieee import norm as ieee_norm
+from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee import router as ieee_router
+from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
+from tp_invariant_recipes.portable.shared_source import fill
+
+FP32, BF16 = torch.float32, torch.bfloat16
+Calls = Iterator[tuple[Any, ...]]  # a function and its operands
+
+
+def kinds(large: bool) -> Iterator[tuple[str, torch.dtype]]:
+    """Kinds of operands with their dtype; few are small, since the interpreter is slow."""
+    return product(KINDS, (BF16, FP32)) if large else iter((("wide", BF16), ("special", FP32), ("wide", FP32)))
+
+
+def _tree_add(large: bool) -> Calls:
+    for width in (1, 2, 4, 8, 16, 32, 64, *((128,) if large else ())):
+        # A part of a block beside whole ones: a block has 1024 elements, of more than 8 partials 128.
+        for size in (5001, 4096) if large else (5, 1040 if width <= 8 else 150):
+            for dtype in (FP32, BF16) if large else (FP32,):
+                yield tree_add.tree_add, normal(3, width, size), torch.zeros(3, size, dtype=dtype), 3
+
+
+def _row_sum(large: bool) -> Calls:
+    for dtype, features in product((FP32, BF16), (2048,)) if large else ((FP32, 40), (FP32, 1500)):
+        yield row_sum.row_sum, normal(99, features, dtype=dtype), torch.arange(-1, 99).repeat(3)[:297].view(-1, 3)
+
+
+def added(rows: Tensor, at: Tensor, out: Tensor, at_once: bool) -> Tensor:
+    """A new sum of rows."""
+    row_add.add_rows(rows, at, out := out.clone(), at_once)
+    return out
+
+
+def _row_add(large: bool) -> Calls:
+    shapes = ((4096, 512, 1024), (8192, 151936, 1024), (513, 64, 5000)) if large else ((24, 3, 40), (24, 12, 1500))
+    for (tokens, table, features), dtype in product((*shapes, (24, 1, 8)), (FP32, BF16) if large else (FP32,)):
+        at = torch.randint(-2, table, (tokens,), generator=torch.Generator().manual_seed(0))
+        at[::3] = 0
+        for at_once in (False, True):
+            yield added, normal(tokens, features, dtype=dtype), at, normal(table, features, seed=1), at_once
+
+
+def _norms(large: bool) -> Calls:
+    shapes = ((256, 1, 1000, 8, False), (56, 1, 5000, 8, False), (256, 16, 128, 8, True))
+    small = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (6, 1, 5000, 2, False))
+    for (tokens, heads, width, *shards), (kind, dtype) in product(shapes if large else small, kinds(large)):
+        x, dy = (sample(kind, tokens, heads, width, dtype=dtype, seed=seed) for seed in (0, 1))
+        weight = sample("normal", width, dtype=dtype, seed=2)
+        yield ieee_norm.rms_norm_forward, x, weight, 1e-6
+        yield ieee_norm.rms_norm_backward, dy, x, weight, ieee_norm.rms_norm_forward(x, weight, 1e-6)[1], *shards
+
+
+def _swiglu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return ieee_swiglu.swiglu_backward(dy, x)[0]
+
+
+def _swiglu(large: bool) -> Calls:
+    for (kind, dtype), width in product(kinds(large), (768, 3000) if large else (70, 1100)):
+        rows = 300 if large else 3
+        x, dy = sample(kind, rows, 2 * width, dtype=dtype), sample(kind, rows, width, dtype=dtype, seed=1)
+        p = sample("normal", rows, dtype=dtype, seed=2)
+        yield from ((ieee_swiglu.swiglu, x), (_swiglu_gradient, dy, x))
+        yield from ((ieee_swiglu.swiglu, x, p), (ieee_swiglu.swiglu_backward, dy, x, p))
+
+
+def _rotary(large: bool) -> Calls:
+    positions, width = (300, 96) if large else (10, 32)
+    tables = ieee_rotary.tables(positions, width, 1e6)
+    for (kind, dtype), more in product(kinds(large), (0, 32 if large else 12)):
+        yield ieee_rotary.rotate, sample(kind, positions, 2, 4, width + more, dtype=dtype), *tables
+
+
+def _cross_entropy(large: bool) -> Calls:
+    sizes = ((64, 18992 * 2, 2),) if large else ((3, 300, 2), (3, 5000, 1))
+    for (rows, vocabulary, shards), (kind, dtype) in product(sizes, kinds(large)):
+        logits, gradient = sample(kind, rows, vocabulary, dtype=dtype), sample("normal", rows, seed=1)
+        highest = logits.amax(-1).float().nan_to_num(nan=torch.inf)
+        total = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)[0]
+        index = torch.tensor([vocabulary - 1, -1, *range(rows - 2)])
+        yield ieee_cross_entropy.sum_of_exponentials, logits, highest, shards
+        yield ieee_cross_entropy.softmax_gradient, logits, index, highest, total, gradient, shards
+        yield ieee_cross_entropy.logarithm, total
+
+
+def _stepped(decoupled: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    numbers, changed = ieee_adam.adam_numbers(5, 1e-3, (0.9, 0.95), 1e-8, 0.1), [part.clone() for part in tensors]
+    ieee_adam.adam_step(*([tensor] for tensor in changed), numbers, decoupled)
+    return tuple(changed)
+
+
+def _adam(large: bool) -> Calls:
+    for kind, decoupled in product(KINDS, (True, False)):
+        yield _stepped, decoupled, *(sample(kind, 100_001 if large else 2500, seed=seed) for seed in range(4))
+
+
+def _routers(large: bool) -> Calls:
+    for kind, dtype, (experts, topk) in product(("normal", "wide"), (BF16, FP32), ((8, 2), (128 if large else 100, 8))):
+        rows = 300 if large else 5
+        logits = sample(kind, rows, experts, dtype=dtype)
+        logits[0], logits[1, ::2] = 1.5, 0.25
+        dp, ds = sample(kind, rows, experts, dtype=dtype, seed=1), sample(kind, rows, experts, seed=2)
+        yield ieee_router.route_tokens, logits, topk
+        yield ieee_router.route_tokens_backward, dp, ds, logits, ieee_router.route_tokens(logits, topk)[2]
+
+
+def _functions(large: bool) -> Calls:
+    numbers = [any_bits(100_000, seed) for seed in range(4)] if large else [definition.samples().copy()]
+    yield from ((ieee_samples.values, torch.from_numpy(values)) for values in numbers)
+
+
+def _weights(scores: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:
+    operands = scores, highest, temperature, (out := torch.empty_like(scores))
+    fill(ieee_draw.weights_triton, ieee_draw._weights_loop, operands, work=scores.numel())
+    return out
+
+
+def _draws(large: bool) -> Calls:
+    """Of a group of words and a part of one; the greatest of several programs."""
+    for count, vocabulary in ((1, 151936), (64, 151936), (300, 5003)) if large else ((8, 4200),):
+        for kind in test_draw.KINDS if large else ("ties",):
+            scores, keys, numbers = test_draw.inputs(count, vocabulary, kind)
+            highest, do_sample, temperature = scores.amax(-1), numbers[:, 0].int(), numbers[:, 1].float()
+            limits = ieee_draw.kept(scores, highest, numbers)
+            yield ieee_draw.race, scores, highest, do_sample, temperature, keys, limits
+            yield _weights, scores, highest, temperature
+            if large:  # which sorts by torch's own kernels
+                yield ieee_draw.draw, scores, keys, numbers
+
+
+def _mxfp8(large: bool) -> Calls:
+    sizes, k = ((40, 0, 3, 300, 41), 480) if large else ((40, 0, 3, 32), 160)
+    groups = Groups(sizes, torch.tensor(sizes))
+    forms = (E4M3, True, True, groups), (E5M2, True, False, None), (E4M3, False, True, None)
+    for kind in ("normal", "wide", "small", "large", "ties", "bits") if large else ("wide", "small", "bits", "ends"):
+        for dtype, rows, columns, of_groups in forms:
+            x = test_mxfp8.operand(kind, rows=sum(sizes) if of_groups else 64, k=k)
+            yield mxfp8.sides, x, dtype, rows, columns, of_groups
+
+
+TWINS: dict[str, Callable[[bool], Calls]] = {
+    "tree_add": _tree_add,
+    "row_sum": _row_sum,
+    "row_add": _row_add,
+    "portable norms": _norms,
+    "portable SwiGLU": _swiglu,
+    "portable rotary": _rotary,
+    "portable cross entropy": _cross_entropy,
+    "portable Adam": _adam,
+    "portable routers": _routers,
+    "portable functions": _functions,
+    "portable draws": _draws,
+    "MXFP8": _mxfp8,
+}
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A function of parts of tensors.
+
+    call:    of the number of the part, its shards, and the parts. tensors: the whole.
+    cut:     of each tensor the dimension that is cut; None: every part has all.
+    joined:  of each result the dimension along which parts make the whole.
+    shards:  of the whole. leaves: whether the last result is a sum in leaves along dimension 1.
+    """
+
+    call: Callable[..., tuple[Tensor, ...]]
+    tensors: Sequence[Tensor]
+    cut: Sequence[int | None]
+    joined: Sequence[int]
+    shards: int = 8
+    leaves: bool = True
+
+    def check(self, degrees: Sequence[int], kernels: Callable[[], Any] = nullcontext) -> None:
+        """Assert that parts are parts of the whole, and the whole nearly the CPU's. kernels: lets kernels compute."""
+        with kernels():
+            found = self.call(0, self.shards, *self.tensors)
+            for degree in degrees:
+                assert all(map(same_bits, found, self._parts(degree))), (self.call.__name__, degree)
+        exact = self.call(0, self.shards, *(_wide(tensor.cpu()) for tensor in self.tensors))
+        for n, (result, expected) in enumerate(zip(found, exact, strict=True)):
+            if self.leaves and n == len(found) - 1:
+                result, expected = result.sum(1), expected.sum(1)
+            error = (result.cpu().double() - expected.double()).norm() / expected.double().norm()
+            assert error < (1e-2 if BF16 in (result.dtype, self.tensors[0].dtype) else 1e-4), (
+                self.call.__name__,
+                n,
+                error,
+            )
+
+    def _parts(self, degree: int) -> list[Tensor]:
+        """Of each of `degree` parts, put together; every other part in memory of its own."""
+        results = []
+        for rank in range(degree):
+            mine = [
+                whole if dim is None else whole.chunk(degree, dim)[rank]
+                for whole, dim in zip(self.tensors, self.cut, strict=True)
+            ]
+            mine = [part.contiguous() if rank % 2 else part for part in mine]
+            results.append(self.call(rank, self.shards // degree, *mine))
+        return [torch.cat(pieces, dim) for pieces, dim in zip(zip(*results, strict=True), self.joined, strict=True)]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _rms_norm(by_heads: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def norm(rank: int, shards: int, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
+        return y, *rms_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads)
+
+    return norm
+
+
+def _entropy(rank: int, shards: int, logits: Tensor, index: Tensor, highest: Tensor, total: Tensor, dy: Tensor) -> Any:
+    partials = cross_entropy.sum_of_exponentials(logits, highest, shards)
+    mine = index - rank * logits.shape[1]
+    return cross_entropy.softmax_gradient(logits, mine, highest, total, dy, shards), partials.unsqueeze(0)
+
+
+def _token_sum(single: bool) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda rank, shards, values: (token_sum.token_sum(values, 1 if single else shards),)
+
+
+def _conv(step: int) -> Callable[..., tuple[Tensor, ...]]:
+    def conv(rank: int, shards: int, x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        y = causal_conv.causal_conv_forward(x, weight, bias, step)
+        return y, *causal_conv.causal_conv_backward(dy, x, weight, bias, step)
+
+    return conv
+
+
+def _group_norm(rank: int, shards: int, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    y, scale = group_norm.group_norm_forward(x, weight, 1e-5)
+    return y, scale, *group_norm.group_norm_backward(dy, x, weight, scale)
+
+
+def _activation(kind: Any) -> Callable[..., tuple[Tensor, ...]]:
+    def activation(rank: int, shards: int, x: Tensor, p: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        y = weighted_activation.weighted_activation(x, p, kind)
+        return y, *weighted_activation.weighted_activation_backward(dy, x, p, kind)
+
+    return activation
+
+
+ACTIVATIONS = (
+    *("swiglu", "squared_relu"),
+    weighted_activation.Clamped(1.702, 0.7, 1.0),
+    weighted_activation.Clamped(1.0, float("inf"), 0.5),
+)
+
+
+def sliced(large: bool, dtype: torch.dtype = FP32, device: str = "cpu") -> Iterator[Sliced]:
+    """The rows of the table. dtype: of operands; the interpreter does not know bf16's rounding."""
+
+    def drawn(*shape: int, of: torch.dtype = dtype, seed: int = 0) -> Tensor:
+        return normal(*shape, dtype=of, seed=seed).to(device)
+
+    norms = ((256, 1, 1024, False), (2048, 1, 4096, False), (512, 32, 128, True), (96, 8, 24, True))
+    few = ((32, 1, 96, False), (16, 8, 24, True), (8, 1, 5000, False))
+    for tokens, heads, width, by_heads in norms if large else few:
+        x, dy = drawn(tokens, heads, 2 * width)[..., :width], drawn(tokens, heads, width, seed=1)
+        at = int(by_heads)  # as Megatron's keys are: heads with gaps between them
+        yield Sliced(_rms_norm(by_heads), (x, dy, drawn(width, seed=2)), (at, at, None), (at, at, 0))
+    if large:  # the interpreter lacks the exponential
+        logits, index, dy = drawn(64, 8 * 19000), torch.arange(64, device=device) * 2000, drawn(64, of=FP32, seed=1)
+        highest = logits.amax(-1).float()
+        total = (logits.float() - highest[:, None]).exp().sum(-1)
+        yield Sliced(_entropy, (logits, index, highest, total, dy), (1, None, None, None, None), (1, 1))
+    values = drawn(256 if large else 24, 1600 if large else 320)
+    yield from (Sliced(_token_sum(at == 1), (values,), (at,), (2 * at,)) for at in (0, 1))
+    for rows, channels, step in ((2048, 768, 1), (1000, 320, 2), (96, 37, 4)) if large else ((72, 37, 2),):
+        x, dy = (drawn(8, rows, channels, seed=n) for n in (0, 1))
+        weight, bias = drawn(8, channels, 4, seed=2), drawn(8, channels, seed=3)
+        yield Sliced(_conv(step), (x, dy, weight, bias), (0,) * 4, (0,) * 3)
+    for rows, groups, width in ((2048, 1, 512), (1000, 2, 256), (96, 3, 20)) if large else ((48, 3, 20),):
+        x, dy = (drawn(8, rows, groups, width, seed=n) for n in (0, 1))
+        yield Sliced(_group_norm, (x, dy, drawn(8, groups, width, seed=2)), (0,) * 3, (0,) * 4)
+    for kind, features in product(ACTIVATIONS, (768, 1856, 64) if large else (200,)):
+        x = drawn(700 if large else 11, features * (1 if kind == "squared_relu" else 2))
+        p, dy = drawn(len(x), of=FP32, seed=1).abs(), drawn(len(x), features, seed=2)
+        yield Sliced(_activation(kind), (x, p, dy), (0,) * 3, (0,) * 3, leaves=False)
