@@ -7,12 +7,15 @@ from tp_invariant_recipes.settings import delta_net, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources.recipe_layer import SPECS
 
-# Fields that say how a model is computed, and not what: the value that invariant numerics know.
+# What invariant numerics know in the place of an object.
 HOW = {
-    "comm_overlap.tp_comm_overlap_cfg": "null",
-    "model.attention_backend": "auto",
-    "model.cuda_graph_modules": "[attn]",
+    "comm_overlap.tp_comm_overlap_cfg": "comm_overlap.tp_comm_overlap_cfg=null",
+    "model.attention_backend": "model.attention_backend=auto",
+    "model.cuda_graph_modules": "model.cuda_graph_modules=[attn]",
+    "dataset": "a GPTDatasetConfig whose blend names indexed datasets, or a GPTSFTDatasetConfig of JSONL, whose order "
+    "of examples follows from the seed alone; data=text; data=mock",
 }
+ASKED = {"dataset": "which sequences every layout reads"}
 
 
 def _without_layers(config: RunConfig) -> bool:
@@ -32,8 +35,8 @@ def _objects(config: RunConfig) -> list[Problem]:
     return [
         Problem(
             f"numerics={config.numerics.mode}",
-            f"the recipe sets {path} to an object, and no rule says how that adds",
-            f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock",
+            f"the recipe sets {path} to an object, and no rule says {ASKED.get(path, 'how that adds')}",
+            f"{HOW.get(path, 'leave it out of the recipe')}, or numerics=stock",
         )
         for path in dict.fromkeys((*config.recipe.kept, *(f"model.{name}" for name in specs)))
     ]

@@ -197,7 +197,12 @@ def _keep_recipes_fields(
     typed = [override.path for override in overrides]
     sections["dataset"] = recipe_layer.without_pretraining_fields(sections["dataset"], answer, typed)
     sections["recipe"]["hf_folder"] = hf_folder(overrides)
-    sections["recipe"]["kept"] = [path for path in sections["recipe"]["kept"] if path not in typed]
+    kept = [path for path in sections["recipe"]["kept"] if path not in typed]
+    if "dataset" in kept and sections["data"]["kind"] != "recipe":  # data=mock
+        kept.remove("dataset")
+    elif "dataset" in kept and (lost := [path for path in typed if path.startswith("dataset.")]):
+        raise ConfigError(f"{', '.join(lost)}: the recipe's dataset is an object of its own; set it there")
+    sections["recipe"]["kept"] = kept
 
 
 def _wrong_in_files(sections: dict[str, Any]) -> dict[str, str]:

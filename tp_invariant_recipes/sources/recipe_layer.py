@@ -184,7 +184,9 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
     _tokenizer(layer, hf_folder, text_data=text_data)
     if text_data:  # of a split without documents Megatron looks for samples for ever
         layer["dataset"].pop("split", None)
-    layer["data"] = {"kind": _data(layer), "path": None, "tokenizer": None, "json_key": "text", "cache": None}
+        kept = [path for path in kept if path != "dataset"]
+    kind = "recipe" if "dataset" in kept else _data(layer)
+    layer["data"] = {"kind": kind, "path": None, "tokenizer": None, "json_key": "text", "cache": None}
     # Its variables count as those of the container do: the launcher sets them, and the ledger records them.
     variables = dict(environment.recorded(os.environ).items() - before.items())
     variables |= {name: str(value) for name, value in (container.env_vars or {}).items()}
@@ -207,6 +209,10 @@ def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, A
     refuse(problems)
     layer: dict[str, Any] = {}
     for name, part in _sections(container):
+        if name == "dataset" and _own_data(part):
+            layer[name] = {}
+            kept.append(name)
+            continue
         cls = _class(name, part)
         values = _values(name, part)
         fields, objects = recipe_fields.plain_fields(values, cls, _stated(name, values))
@@ -246,9 +252,18 @@ def _other_class(container: ConfigContainer, name: str, part: Any, path: str) ->
         return
     known = " and ".join(cls.__name__ for cls in wanted)
     modalities, why = _extra_modalities(container.model), NOT_HERE.get(type(part).__name__, "")
+    if name == "dataset" and not modalities and _own_data(part):
+        return
     mismatch = f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
     more = name == "dataset" and modalities
     yield f"its model takes {modalities}: {mismatch}" if more else f"{mismatch}{why}"
+
+
+def _own_data(dataset: Any) -> bool:
+    """Whether a dataset is of a class of the user's, which stock numerics train on as it is."""
+    from megatron.bridge.training.config import DatasetProvider
+
+    return isinstance(dataset, DatasetProvider) and not type(dataset).__module__.startswith("megatron.")
 
 
 def _extra_modalities(model: Any) -> str:

@@ -56,6 +56,20 @@ def of_its_tokenizer():
     return cfg
 
 
+def rows():
+    from megatron.bridge.training.config import DatasetProvider
+
+    class Rows(DatasetProvider):
+        def build_datasets(self, context):
+            rows = [(torch.arange(65) + n) % 500 for n in range(context.train_samples)]
+            there = dict(loss_mask=torch.ones(64), position_ids=torch.arange(64))
+            return [dict(tokens=row[:-1], labels=row[1:], **there) for row in rows], None, None
+
+    cfg = small()
+    cfg.dataset = Rows(dataloader_type="single", num_workers=0)
+    return cfg
+
+
 def habits():
     cfg = small()
     cfg.scheduler.max_lr = 1e-6  # no field
@@ -224,6 +238,17 @@ def test_a_field_that_is_none_is_named_with_the_nearest(bridge, mine, numerics):
 
 
 @pytest.mark.release
+def test_a_dataset_of_a_users_class_trains_with_stock_numerics(bridge, mine, shared):
+    model = f"recipe={mine}:rows"
+    with pytest.raises(ConfigError, match=r"sets dataset to an object, .*; a GPTDatasetConfig .*, or numerics=stock"):
+        compose(model, [], device="cpu")
+    assert compose(model, ["data=mock"], device="cpu").config.data.kind == "mock"  # the control
+    with pytest.raises(ConfigError, match=r"dataset.split: the recipe's dataset is an object of its own"):
+        compose(model, ["dataset.split=1", "numerics=stock"], device="cpu")
+    shared("train", model, "numerics=stock", "run.dir=rows")
+    assert len(read(shared.folder / "rows").steps) == 2
+
+
 def test_what_costs_nothing_is_adjusted_and_reported(bridge, mine):
     config = compose(f"recipe={mine}:in_bf16", device="gpu").config
     usual = compose(f"recipe={mine}:small", device="gpu").config
