@@ -26,11 +26,11 @@ COLOURS = {"ok": "green", "missing": "red", "untested": "yellow", "refused": "ye
 
 
 def doctor(as_json: Json = False) -> None:
-    """List this machine's software, GPUs and patches, and how to get what is missing.
+    """List this machine's software, GPUs, patches and missing parts.
 
-    docs/patches.md explains the patches. "untested" is another version than that of the locks. Exit status: 2 if a part
-    is missing that training here needs. A refused patch does not count, because it stops only the runs that reach its
-    code.
+    Each row says how to get what is missing; docs/patches.md explains the patches. "untested" is another version than
+    that of the locks. Exit status: 2 if a part is missing that training here needs. A refused patch does not count,
+    because it stops only the runs that reach its code.
     """
     from tp_invariant_recipes.machine import gpus
     from tp_invariant_recipes.machine.versions import installed, pinned

@@ -14,8 +14,6 @@ from tp_invariant_recipes.plural import counted
 if TYPE_CHECKING:
     from tp_invariant_recipes.runs.overview import RunRow
 
-SCHEMA = 1  # of `tpi runs --json`
-
 _COLOURS = {"completed": "green", "failed": "red", "damaged": "red", "killed": "yellow", "stopped": "yellow"}
 _HEAD = ("run", "state", "step", "loss", "layout", "model", "numerics", "same")
 
@@ -52,31 +50,32 @@ def runs(
     names = overview.groups(shown)
     if as_json:
         rows = [row.as_dict() | {"same": names.get(row.identity_hash or "")} for row in shown]
-        terminal.print_json({"schema": SCHEMA, "runs": rows, "hidden": hidden})
+        terminal.print_json({"schema": 1, "runs": rows, "hidden": hidden})
         return
     if shown:
-        listed = [Line(_cells(row, names), _COLOURS.get(row.state, ""), _reason(row.why or "")) for row in shown]
-        lines.show(_HEAD, listed, numeric=("step", "loss"), coloured="state")
+        lines.show(_HEAD, [_line(row, names) for row in shown], numeric=("step", "loss"), coloured="state")
     else:
         terminal.print_text(f"no run below {single_line(str(where))}")
     if hidden:
         to_person.print(f"hidden: {counted(hidden, 'run')} of {', '.join(overview.MAKERS)}; tpi runs --all lists them")
 
 
-def _reason(why: str) -> str:
-    """Its first line; with the second where the first only introduces it."""
-    first, *more = list(filter(None, map(str.strip, why.splitlines()))) or [""]
-    return f"{first} {more[0]}" if first.endswith(":") and more else first
-
-
-def _cells(row: "RunRow", names: dict[str, str]) -> tuple[str, ...]:
+def _line(row: "RunRow", names: dict[str, str]) -> Line:
     from tp_invariant_recipes.ledger.bits import readable
 
-    step = (
-        ""
-        if row.step is None or row.model is None
-        else f"{row.step}" + ("" if row.planned is None else f"/{row.planned}")
+    seen, of = row.as_dict(), "" if row.last.to_step is None else f"/{row.last.to_step}"
+    layout = seen["layout"] or {}
+    degrees = " ".join(f"{name}={layout[name]}" for name in layout if name == "tp" or layout[name] > 1)
+    cells = (
+        str(row.run),
+        row.state,
+        "" if row.step is None or row.record is None else f"{row.step}{of}",
+        "" if row.loss is None else str(readable(row.loss)),
+        degrees,
+        seen["model"] or "",
+        seen["numerics"] or "",
+        names.get(row.identity_hash or "", ""),
     )
-    loss = "" if row.loss is None else str(readable(row.loss))
-    same = names.get(row.identity_hash or "", "")
-    return (str(row.run), row.state, step, loss, row.degrees, row.model or "", row.numerics or "", same)
+    # The first line of a reason; with the second where the first only introduces it.
+    first, *more = list(filter(None, map(str.strip, (row.why or "").splitlines()))) or [""]
+    return Line(cells, _COLOURS.get(row.state, ""), f"{first} {more[0]}" if first.endswith(":") and more else first)

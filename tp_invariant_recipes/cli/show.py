@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,14 +25,16 @@ from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.config.lookup import Changed
     from tp_invariant_recipes.config.overrides import Override
+
+Sections = Mapping[str, Any]
+NOT_SET = "not set"
+TWO = "--diff takes two: run directories, models, or a model with overrides in quotes"
 
 
 def show(
     model: Annotated[str | None, optional_model("with --from")] = None,
     overrides: Overrides = None,
-    key: Annotated[str | None, option("KEY", "Print one section or one key: model, optimizer.lr, tp.")] = None,
     run: Annotated[
         Path | None,
         option(
@@ -64,8 +66,7 @@ def show(
     \b
     tpi show qwen3_8b tp=4
     tpi show qwen3_8b tp=4 --all
-    tpi show qwen3_8b tp=4 --key optimizer
-    tpi show --from runs/qwen3_8b-tp4-… --key lr
+    tpi show --from runs/qwen3_8b-tp4-… --json | jq .configuration.optimizer
     tpi show --diff qwen3_8b "qwen3_8b tp=4 lr=1e-4"
     tpi show recipe=qwen3_8b_pretrain_config tp=4 --diff
     tpi show recipe=qwen3_8b_pretrain_config tp=4 --fix
@@ -82,15 +83,12 @@ def show(
         _print_fixed(model, arguments)
         return
     if diff:
-        raise typer.Exit(_diff(arguments, key, as_json=as_json))
+        raise typer.Exit(_diff(arguments, as_json=as_json))
     if run is None:
         model, arguments = with_model(model, arguments)
     requested = parse_all(arguments)
     sections = _run_sections(run.expanduser(), requested) if run is not None else _composed(str(model), requested)
-    if key is not None:
-        _print_key(sections, key, as_json=as_json)
-    else:
-        _print(sections, as_json=as_json, everything=everything)
+    _print(sections, as_json=as_json, everything=everything)
 
 
 def _print_fixed(model: str | None, overrides: list[str]) -> None:
@@ -110,20 +108,14 @@ def _print_fixed(model: str | None, overrides: list[str]) -> None:
         terminal.console_of_its_own().print(f"replace by your own: {' '.join(examples)}", markup=False)
 
 
-def _is_override(word: str) -> bool:
-    """Whether a word is KEY=VALUE, and no run directory, model, or model with overrides."""
-    key, is_, _ = word.partition("=")
-    return bool(is_) and key != "recipe" and re.fullmatch(r"[+~]*[\w.]+", key) is not None
-
-
-def _composed(model: str, overrides: "list[Override]") -> Mapping[str, Any]:
+def _composed(model: str, overrides: "list[Override]") -> Sections:
     from tp_invariant_recipes.config.compose import compose
     from tp_invariant_recipes.launch.plan import detect_device
 
     return compose(model, overrides, device=detect_device()).config.sections
 
 
-def _run_sections(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
+def _run_sections(run: Path, overrides: "list[Override]") -> Sections:
     """Return a run's recorded configuration; with overrides, the one that --resume would compose. Raises a TpiError."""
     from tp_invariant_recipes.launch.request import RunRequest
     from tp_invariant_recipes.runs.run_dir import RunDir
@@ -134,44 +126,71 @@ def _run_sections(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
         return json.loads(json.dumps(RunDir(run).read_config(), default=str))  # YAML has dates
 
 
-def _sections_of(text: str, overrides: "list[Override]") -> Mapping[str, Any]:
-    """Return the configuration of a run directory, or of a model with its overrides. Raises a TpiError."""
-    from tp_invariant_recipes.config.overrides import parse_all
-
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"--diff {text}: {error}") from None
-    path = Path(text).expanduser()
-    if not text.startswith("recipe=") and ("/" in text or (path.is_dir() and (path / "run.json").exists())):
-        return _run_sections(path, overrides)
-    if not words:
-        raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
-    return _composed(str(of_model(words[0])), [*parse_all(words[1:]), *overrides])
-
-
 @contextmanager
 def _config_errors() -> Iterator[None]:
     """Raise ConfigError where a run's configuration lacks a field that this version needs, or is forged."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"this run's configuration is not one of this version of tpi ({type(error).__name__}: {error}); "
-            "--from RUN --key SECTION prints a part of it"
-        ) from error
+        text = f"this run's configuration is not one of this version of tpi ({type(error).__name__}: {error})"
+        raise ConfigError(text) from error
 
 
-def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[str, Any]]:
-    """Return the recipe's own settings, and those of a run of the recipe."""
+def _diff(arguments: list[str], *, as_json: bool) -> int:
+    """Print the keys that differ. Returns the exit status. Raises ConfigError."""
     from tp_invariant_recipes.config.overrides import parse_all
+    from tp_invariant_recipes.settings.values import value_text
+
+    pair = [word for word in arguments if not re.match(r"(?!recipe=)[+~]*[\w.]+=", word)]  # the others are overrides
+    overrides = parse_all(word for word in arguments if word not in pair)
+    reasons: dict[str, str] = {}
+    if len(pair) == 1 and pair[0].startswith("recipe="):
+        both = _recipe_and_run(pair[0], overrides)
+        for line in reversed(both[1]["recipe"].get("adjusted", ())):  # "KEY: …: REASON"
+            reasons[line.partition(": ")[0]] = f": {line.rpartition(': ')[2]}"
+        pair = [pair[0], "the run"]
+    elif len(pair) == 2:
+        both = [_sections_of(text, overrides) for text in pair]
+    else:
+        raise ConfigError(TWO)
+    with _config_errors():
+        changed = _differences(*both)
+    if as_json:
+        terminal.print_json({"a": pair[0], "b": pair[1], "different": changed}, indent=2)
+        return 1 if changed else 0
+    for item in changed:
+        key, *values = (item[name] for name in ("key", "a", "b"))
+        was, is_ = (NOT_SET if value is NOT_SET else value_text(value) for value in values)
+        mark = " " if item["comparable"] else "*"
+        terminal.print_text(f"{mark} {single_line(f'{key}: {was} -> {is_}{reasons.get(key, str())}')}")
+    if not changed:
+        terminal.print_text("no key differs")
+    if not all(item["comparable"] for item in changed):
+        terminal.print_text("* runs that differ there are not comparable")
+    return 1 if changed else 0
+
+
+def _sections_of(text: str, overrides: "list[Override]") -> Sections:
+    """Return the configuration of a run directory, or of a model with its overrides. Raises a TpiError."""
+    from tp_invariant_recipes.config.overrides import parse_all
+
+    path = Path(text).expanduser()
+    if not text.startswith("recipe=") and ("/" in text or (path / "run.json").exists()):
+        return _run_sections(path, overrides)
+    try:
+        model, *words = shlex.split(text)
+    except ValueError as error:  # a quote without its end, or no word
+        raise ConfigError(f"{TWO}; {text!r}: {error}") from None
+    return _composed(str(of_model(model)), [*parse_all(words), *overrides])
+
+
+def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Sections]:
+    """Return the recipe's own settings, and those of a run of the recipe."""
     from tp_invariant_recipes.settings.sections import OWN_KEYS
     from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process
 
-    model, *more = shlex.split(recipe)
-    run = _composed(str(of_model(model)), [*parse_all(more), *overrides])
-    name = run["recipe"]["name"]
-    named, folder = f"recipe={name}", run["recipe"]["hf_folder"]
+    run = _sections_of(recipe, overrides)
+    named, folder = f"recipe={run['recipe']['name']}", run["recipe"]["hf_folder"]
     question = (named, folder, run["data"]["kind"] == "text")
     recipe_answers.prepare(named, *question, hf_folder=folder)
     sections = recipe_process.run(named, lambda: recipe_layer.read_recipe(*question).own)
@@ -179,65 +198,24 @@ def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[st
     return [{**run, **sections, "tokenizer": own | sections["tokenizer"]}, run]
 
 
-def _diff(words: list[str], key: str | None, *, as_json: bool) -> int:
-    """Print the keys that differ. Returns the exit status. Raises ConfigError."""
-    from tp_invariant_recipes.config import lookup
-    from tp_invariant_recipes.config.overrides import parse_all
-    from tp_invariant_recipes.settings.keys import SHORT_KEYS
+def _differences(a: Sections, b: Sections) -> list[dict[str, Any]]:
+    """Return the keys at which two configurations differ, in the order of the first, as --json prints them.
 
-    pair = [word for word in words if not _is_override(word)]
-    overrides = parse_all(word for word in words if word not in pair)
-    if len(pair) == 1 and pair[0].startswith("recipe="):
-        both = _recipe_and_run(pair[0], overrides)
-        pair, adjusted = [pair[0], "the run"], both[1]["recipe"].get("adjusted", ())
-    elif len(pair) == 2:
-        both, adjusted = [_sections_of(text, overrides) for text in pair], ()
-    else:
-        raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
-    with _config_errors():
-        changed = lookup.differences(*both)
-    if key is not None:
-        path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-        changed = [item for item in changed if f"{item.key}.".startswith(f"{path}.")]
-    if as_json:
-        terminal.print_json({"a": pair[0], "b": pair[1], "different": [item._asdict() for item in changed]}, indent=2)
-    else:
-        _print_differences(changed, adjusted)
-    return 1 if changed else 0
+    comparable: whether runs that differ there are comparable.
+    """
+    from tp_invariant_recipes.config.identity import flat, identity
+    from tp_invariant_recipes.settings.run_config import RunConfig
 
-
-def _print_differences(changed: "list[Changed]", adjusted: Sequence[str]) -> None:
-    """Print each key that differs; adjusted: lines of what a run changes of its recipe, with the reasons."""
-    reasons = {line.partition(": ")[0]: f": {line.rpartition(': ')[2]}" for line in reversed(adjusted)}
-    for item in changed:
-        mark = " " if item.comparable else "*"
-        line = f"{item.key}: {_value(item.a)} -> {_value(item.b)}{reasons.get(item.key, '')}"
-        terminal.print_text(f"{mark} {single_line(line)}")
-    if not changed:
-        terminal.print_text("no key differs")
-    if not all(item.comparable for item in changed):
-        terminal.print_text("* runs that differ there are not comparable")
-
-
-def _value(value: Any) -> str:
-    from tp_invariant_recipes.config.lookup import NOT_SET
-    from tp_invariant_recipes.settings.values import value_text
-
-    return NOT_SET if value is NOT_SET else value_text(value)
-
-
-def _print_key(sections: Mapping[str, Any], key: str, *, as_json: bool) -> None:
-    import yaml
-
-    from tp_invariant_recipes.config import lookup
-
-    value = lookup.at(sections, key)
-    if as_json:
-        terminal.print_json(value, indent=2)
-    elif isinstance(value, dict | list):
-        terminal.print_text(yaml.safe_dump(value, sort_keys=False), end="")
-    else:
-        terminal.print_text("null" if value is None else str(value).lower() if isinstance(value, bool) else str(value))
+    flats = flat(a), flat(b)
+    identities = identity(RunConfig(a), None), identity(RunConfig(b), None)
+    decisive = {key for key in (*identities[0], *identities[1]) if identities[0].get(key) != identities[1].get(key)}
+    changed = []
+    for key in dict.fromkeys((*flats[0], *flats[1])):
+        in_a, in_b = (values.get(key, NOT_SET) for values in flats)
+        if (in_a, type(in_a)) != (in_b, type(in_b)):
+            same = not any(key == other or other.startswith(f"{key}.") for other in decisive)
+            changed.append({"key": key, "a": in_a, "b": in_b, "comparable": same})
+    return changed
 
 
 def _brief(config: Any, rank: int) -> str:
@@ -245,24 +223,20 @@ def _brief(config: Any, rank: int) -> str:
     from tp_invariant_recipes.config.identity import flat
     from tp_invariant_recipes.config.overrides import DECIDED_BY
     from tp_invariant_recipes.settings.keys import SHORT_KEYS
+    from tp_invariant_recipes.settings.values import value_text
 
     values = flat(config.sections)
-    keys = {name: values[key.path] for name, key in SHORT_KEYS.items() if values.get(key.path) is not None}
+    keys = {name: values.get(key.path) for name, key in SHORT_KEYS.items()}
     groups = {group: values.get(f"{group}.{field}") for group, field in DECIDED_BY.items()}
     precision = config.mixed_precision
     groups |= {"mixed_precision": precision if isinstance(precision, str | None) else "(fields)"}
-    rows = (keys, {name: value for name, value in groups.items() if value is not None})
-    return "\n".join(
-        [
-            *(" ".join(f"{name}={_value(value)}" for name, value in row.items()) for row in rows),
-            f"numerics.virtual_shards={_value(values.get('numerics.virtual_shards'))}",
-            f"memory of the fullest rank, about: {rank / 2**30:.1f} GiB",
-            "more: --all prints every key and the memory part by part, --key KEY one of them",
-        ]
-    )
+    lines = [" ".join(f"{k}={value_text(v)}" for k, v in row.items() if v is not None) for row in (keys, groups)]
+    lines.append(f"numerics.virtual_shards={value_text(values.get('numerics.virtual_shards'))}")
+    lines.append(f"memory of the fullest rank, about: {rank / 2**30:.1f} GiB")
+    return "\n".join([*lines, "more: --all prints every key and the memory part by part"])
 
 
-def _print(sections: Mapping[str, Any], *, as_json: bool, everything: bool) -> None:
+def _print(sections: Sections, *, as_json: bool, everything: bool) -> None:
     from tp_invariant_recipes.config import describe
     from tp_invariant_recipes.settings.run_config import RunConfig
     from tp_invariant_recipes.sizing import memory

@@ -202,7 +202,7 @@ def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool)
     from tp_invariant_recipes.features.train.result import start_lines
     from tp_invariant_recipes.launch import progress, ranks
     from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous
-    from tp_invariant_recipes.runs import places
+    from tp_invariant_recipes.runs import overview
 
     place = rendezvous.node_info(os.environ)
     if place is None:
@@ -226,7 +226,7 @@ def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool)
         raise typer.Exit(2)  # the first node prints the reason
     if place.first:
         console.print(result.word)
-        for line in [] if result.requeued else places.lines(places.as_json(task.run_dir)):
+        for line in [] if result.requeued else overview.place_lines(overview.places(task.run_dir)):
             remark(line)
     if stop.interrupted:
         raise typer.Exit(130)

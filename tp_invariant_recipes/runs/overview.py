@@ -1,20 +1,23 @@
-"""Every run below a folder: how far it is, and which runs are comparable. It reads `run.json` and the ledger's end.
+"""Every run below a folder: how far it is, which runs are comparable, and where one has left things.
+
+It reads `run.json` and the ledger's end.
 
 A directory that is damaged is a row with the reason. Thousands of runs take seconds.
 """
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain, count, product
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.ledger.bits import described
 from tp_invariant_recipes.ledger.run_files import Attempt
 from tp_invariant_recipes.ledger.tail import last_step
@@ -33,8 +36,9 @@ DAMAGED = "damaged"
 MAKERS = ("verify", "bench", "bisect", "audit")
 
 RESUMABLE = (STOPPED, FAILED, KILLED)
+OFFLINE = "offline-run-*"  # of wandb: one folder for each attempt
+ARCHIVES = "*.zip"  # of Comet: one for each attempt
 _OF_A_RUN = {file.name for file in (RunDir(Path()).run, RunDir(Path()).config, RunDir(Path()).ledger)}
-_DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,48 +57,52 @@ class ListedRun(Record):
 class RunRow:
     """One run.
 
-    state:   one of the words above. why: the reason of a failure or of damage; None otherwise.
-    step:    the last in its ledger; None: the ledger cannot be read. planned: the last one planned; None: not known.
-    loss:    its bits, at that step; None: there is none.
-    began:   when its last attempt began, as run.json has it; "" without one.
-    command: of its last attempt; "" without one.
-    own:     whether a command of `MAKERS` made it for itself.
+    state:  one of the words above. why: the reason of a failure or of damage; None otherwise.
+    step:   the last in its ledger; None: the ledger cannot be read. loss: its bits, at that step; None: there is none.
+    record: its `run.json`; None: it cannot be read. own: whether a command of `MAKERS` made it for itself.
     """
 
     run: Path
     state: str
     why: str | None = None
     step: int | None = None
-    planned: int | None = None
     loss: str | None = None
-    model: str | None = None
-    numerics: str | None = None
-    device: str | None = None
-    layout: dict[str, Any] | None = None
-    identity_hash: str | None = None
-    began: str = ""
-    command: str = ""
+    record: ListedRun | None = None
     own: bool = False
 
     @property
+    def last(self) -> Attempt:
+        """Its last attempt; an empty one without any."""
+        return self.record.attempts[-1] if self.record and self.record.attempts else Attempt()
+
+    @property
     def when(self) -> float:
-        """The time in seconds since 1970, whatever the time zones of hosts; 0 without one."""
+        """When its last attempt began, in seconds since 1970, whatever the time zones of hosts; 0 without one."""
         try:
-            return datetime.fromisoformat(self.began).timestamp()
+            return datetime.fromisoformat(self.last.time).timestamp()
         except (ValueError, OverflowError, OSError):
             return 0.0
 
     @property
-    def degrees(self) -> str:
-        """The layout in a few words: degrees above 1, and tp."""
-        at = self.layout or {}
-        return " ".join(f"{name}={at[name]}" for name in _DEGREES if at.get(name, 1) != 1 or (name == "tp" and at))
+    def identity_hash(self) -> str | None:
+        """Equal of runs that are comparable; None: it cannot be read."""
+        return self.record.identity_hash if self.record else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as JSON; documented in docs/running.md."""
-        fields = asdict(self) | {"run": str(self.run), "loss": described(self.loss), "began": self.began or None}
-        del fields["command"]
-        return {"of" if name == "planned" else name: value for name, value in fields.items()}
+        known = vars(self.record) if self.record else {}
+        return {
+            "run": str(self.run),
+            "state": self.state,
+            "why": self.why,
+            "step": self.step,
+            "of": self.last.to_step,
+            "loss": described(self.loss),
+            "numerics": str(known.get("numerics", {}).get("mode", "")) or None,
+            **{name: known.get(name) for name in ("model", "device", "layout", "identity_hash")},
+            "began": self.last.time or None,
+            "own": self.own,
+        }
 
 
 def rows(folder: Path) -> list[RunRow]:
@@ -108,38 +116,21 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
     """Return the row of a run directory, or of a folder that cannot be looked into, with the reason."""
     if isinstance(run, tuple):
         return RunRow(run[0], DAMAGED, run[1])
-    run_dir = RunDir(run)
-    own = MatrixDir(run.parent).matrix.exists()
+    run_dir, own = RunDir(run), MatrixDir(run.parent).matrix.exists()
     try:
         record = run_dir.read_run(ListedRun)
     except RunError as error:
-        return RunRow(run, DAMAGED, _damage(run_dir, error), own=own)
-    last = record.attempts[-1] if record.attempts else Attempt()
-    state, why = _state(run_dir, last if record.attempts else None)
+        return RunRow(run, DAMAGED, str(error).removeprefix(f"{run} is not a run directory: "), own=own)
+    state, why = _state(run_dir, record.attempts[-1] if record.attempts else None)
     step: int | None = 0
     loss = None
     try:
         step, loss = last_step(run_dir.ledger)
     except (OSError, ValueError) as error:
         if not isinstance(error, FileNotFoundError) or state == COMPLETED:
-            reason = "it is missing" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None)
-            state, why, step = DAMAGED, f"{run_dir.ledger.name}: {reason or error}", None
-    return RunRow(
-        run,
-        state,
-        why,
-        step,
-        last.to_step,
-        loss,
-        record.model,
-        str(record.numerics.get("mode", "")) or None,
-        record.device,
-        record.layout,
-        record.identity_hash,
-        last.time,
-        last.command,
-        own or last.command.startswith(tuple(f"tpi {maker} " for maker in MAKERS)),
-    )
+            state, why, step = DAMAGED, f"{run_dir.ledger.name}: {reason(error)}", None
+    row = RunRow(run, state, why, step, loss, record, own)
+    return replace(row, own=own or row.last.command.startswith(tuple(f"tpi {maker} " for maker in MAKERS)))
 
 
 def groups(listed: Iterable[RunRow]) -> dict[str, str]:
@@ -172,30 +163,16 @@ def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
             f"--resume last looks for runs below {folder}, and there is no such folder; name one: --resume RUN"
         )
     # Other commands make runs of their own, and continue none.
-    trained = [run for run in rows(folder) if run.command.split()[:2] == ["tpi", "train"]]
-    able = [run for run in trained if _goes_on(run, iters)]
-    if able:
-        return able[-1]
+    trained = [run for run in rows(folder) if run.last.command.split()[:2] == ["tpi", "train"]]
+    for run in reversed(trained):
+        if run.state in RESUMABLE or (run.state == COMPLETED and iters is not None and iters > (run.step or 0)):
+            return run
     states = Counter(run.state for run in trained)
     there = ", ".join(f"{count} {state}" for state, count in states.items())
     raise RunError(
         f"--resume last: no run of tpi train below {folder} can go on ({there or 'there is none'}); "
         "tpi runs lists all; of a completed run, iters=N above its steps asks for more"
     )
-
-
-def _goes_on(run: RunRow, iters: int | None) -> bool:
-    longer = run.state == COMPLETED and iters is not None and run.step is not None and iters > run.step
-    return run.state in RESUMABLE or longer
-
-
-def _damage(run_dir: RunDir, error: RunError) -> str:
-    try:
-        if not run_dir.run.is_file():
-            return "run.json is not a file" if run_dir.run.exists() else "run.json is missing"
-    except OSError as denied:  # of the folder: no permission to look into it
-        return f"cannot be read: {denied.strerror or denied}"
-    return str(error).removeprefix(f"{run_dir.path} is not a run directory: ")
 
 
 def _state(run_dir: RunDir, last: Attempt | None) -> tuple[str, str | None]:
@@ -231,3 +208,58 @@ def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:
 def _entries(folder: Path) -> list[Path]:
     with os.scandir(folder) as entries:
         return [folder / entry.name for entry in entries if entry.is_dir()]
+
+
+def places(run_dir: RunDir) -> dict[str, Any]:
+    """Return the places as JSON.
+
+    ledger, tensorboard, wandb, mlflow, comet: paths; None: there is none. wandb_sync, comet_upload: the command that
+    uploads what was kept offline; None: nothing was. mlflow_ui: the command that shows what MLflow kept here; None:
+    nothing. next: commands.
+    """
+    folder = run_dir.path / "wandb"
+    shows = ["mlflow", "ui", "--backend-store-uri", str(run_dir.mlflow)]
+    return {
+        "ledger": _there(run_dir.ledger),
+        "tensorboard": _there(run_dir.tensorboard),
+        "wandb": _there(folder),
+        # The attempts at a run are one run of wandb.
+        "wandb_sync": _upload(["wandb", "sync", "--append"], folder, OFFLINE),
+        "mlflow": _there(run_dir.mlflow),
+        # MLflow shows a store of files only where this variable says so.
+        "mlflow_ui": f"MLFLOW_ALLOW_FILE_STORE=true {shlex.join(shows)}" if run_dir.mlflow.exists() else None,
+        "comet": _there(run_dir.comet),
+        "comet_upload": _upload(["comet", "upload"], run_dir.comet, ARCHIVES),
+        "next": _next(run_dir) if run_dir.ledger.exists() else [],
+    }
+
+
+def place_lines(places: dict[str, Any]) -> list[str]:
+    """Return the places as lines of text."""
+    sentences = [f"ledger: {places['ledger']}"] if places["ledger"] else []
+    if places["tensorboard"]:
+        sentences.append(f"curves: {shlex.join(['tensorboard', '--logdir', places['tensorboard']])}")
+    for service, command in (("wandb", "wandb_sync"), ("mlflow", "mlflow_ui"), ("comet", "comet_upload")):
+        if places[service]:
+            sentences.append(places[command] or f"{service}: {places[service]}")
+    if places["next"]:
+        sentences.append(f"next: {'   '.join(places['next'])}")
+    return sentences
+
+
+def _there(path: Path) -> str | None:
+    return str(path) if path.exists() else None
+
+
+def _upload(command: list[str], folder: Path, pattern: str) -> str | None:
+    kept = sorted(folder.glob(pattern))
+    if len(kept) > 1:
+        return f"{shlex.join(command)} {shlex.quote(str(folder))}/{pattern}"
+    return shlex.join([*command, str(kept[0])]) if kept else None
+
+
+def _next(run_dir: RunDir) -> list[str]:
+    """Compare with the latest comparable run beside it, where there is one, and report."""
+    run, other = str(run_dir.path), comparable(run_dir.path)
+    compared = shlex.join(["tpi", "compare", run, str(other)]) if other else f"tpi compare {shlex.quote(run)} RUN_B"
+    return [compared, shlex.join(["tpi", "report", run, *([str(other)] if other else [])])]

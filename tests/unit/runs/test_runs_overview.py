@@ -19,7 +19,7 @@ from tp_invariant_recipes.launch.request import RunRequest
 from tp_invariant_recipes.ledger import tail
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.machine import terminal
-from tp_invariant_recipes.runs import attempts, overview, places
+from tp_invariant_recipes.runs import attempts, overview
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -99,7 +99,7 @@ def test_a_run_that_is_being_trained_runs_and_a_copy_of_it_does_not():
 def test_a_submitted_run_has_not_started():
     record.write(planned_in("runs/a"), attempt=False)
     (row,) = overview.rows(Path("runs"))
-    assert (row.state, row.step, row.planned) == ("not started", 0, None)
+    assert (row.state, row.step, row.last.to_step) == ("not started", 0, None)
 
 
 def _fifo(path: Path) -> None:
@@ -109,15 +109,15 @@ def _fifo(path: Path) -> None:
 
 # What is done to a run directory, and the reason that its row has.
 DAMAGE = {
-    "run.json is missing": lambda run: (run / "run.json").unlink(),
+    "run.json: No such file or directory": lambda run: (run / "run.json").unlink(),
     "run.json: not JSON": lambda run: (run / "run.json").write_text("{"),
     "run.json: identity_hash is missing": lambda run: (run / "run.json").write_text('{"model": "", "attempts": []}'),
-    "run.json is not a file": lambda run: _fifo(run / "run.json"),
+    "run.json: a FIFO, not a file": lambda run: _fifo(run / "run.json"),
     "ledger.jsonl: empty file": lambda run: (run / "ledger.jsonl").write_text(""),
     "ledger.jsonl: only part of its header": lambda run: (run / "ledger.jsonl").write_text('{"kind": "tpi-ledger"'),
     "ledger.jsonl: not a ledger": lambda run: (run / "ledger.jsonl").write_text("a\nb\n"),
     "ledger.jsonl: a FIFO, not a file": lambda run: _fifo(run / "ledger.jsonl"),
-    "ledger.jsonl: it is missing": lambda run: (run / "ledger.jsonl").unlink(),
+    "ledger.jsonl: No such file or directory": lambda run: (run / "ledger.jsonl").unlink(),
     "ledger.jsonl: loss.bits": lambda run: append(run, b'{"step": 4, "loss": {"bits": 1}}\n'),
     "ledger.jsonl: step": lambda run: append(run, b'{"step": -4, "loss": null}\n'),
     "ledger.jsonl: its last two lines are damaged": lambda run: append(run, b"x\ny\n"),
@@ -180,10 +180,10 @@ def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails
     monkeypatch.setattr(Path, "is_file", denied_by(Path.is_file))
     monkeypatch.setattr(os, "open", denied_by(os.open))
     assert [(row.state, row.why) for row in overview.rows(Path("runs"))] == [
-        ("damaged", "cannot be read: Permission denied"),
+        ("damaged", "run.json: Permission denied"),
         ("completed", None),
     ]
-    assert places.as_json(RunDir(run))["next"][0] == "tpi compare runs/a RUN_B"
+    assert overview.places(RunDir(run))["next"][0] == "tpi compare runs/a RUN_B"
 
 
 def made_by(run: Path, command: str) -> Path:
@@ -332,8 +332,8 @@ def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
 
 def test_the_end_of_a_run_says_where_things_are():
     run = a_run("a b", minute=1)
-    result = places.as_json(RunDir(run))
-    assert places.lines(result) == [
+    result = overview.places(RunDir(run))
+    assert overview.place_lines(result) == [
         "ledger: runs/a b/ledger.jsonl",
         "next: tpi compare 'runs/a b' RUN_B   tpi report 'runs/a b'",
     ]
@@ -342,16 +342,16 @@ def test_the_end_of_a_run_says_where_things_are():
     a_run("newer", "tp=4", minute=3)
     (run / "tensorboard").mkdir()
     (run / "wandb" / "offline-run-1-x").mkdir(parents=True)
-    result = places.as_json(RunDir(run))
-    assert places.lines(result) == [
+    result = overview.places(RunDir(run))
+    assert overview.place_lines(result) == [
         "ledger: runs/a b/ledger.jsonl",
         "curves: tensorboard --logdir 'runs/a b/tensorboard'",
         "wandb sync --append 'runs/a b/wandb/offline-run-1-x'",
         "next: tpi compare 'runs/a b' runs/newer   tpi report 'runs/a b' runs/newer",
     ]
     (run / "wandb" / "offline-run-2-x").mkdir()
-    assert places.as_json(RunDir(run))["wandb_sync"] == "wandb sync --append 'runs/a b/wandb'/offline-run-*"
+    assert overview.places(RunDir(run))["wandb_sync"] == "wandb sync --append 'runs/a b/wandb'/offline-run-*"
     shutil.rmtree(run / "wandb")
     (run / "wandb" / "run-1-x").mkdir(parents=True)
-    assert places.as_json(RunDir(run))["wandb_sync"] is None
-    assert "wandb: runs/a b/wandb" in places.lines(places.as_json(RunDir(run)))
+    assert overview.places(RunDir(run))["wandb_sync"] is None
+    assert "wandb: runs/a b/wandb" in overview.place_lines(overview.places(RunDir(run)))

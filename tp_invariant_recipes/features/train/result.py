@@ -18,7 +18,7 @@ from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.result import Result
-from tp_invariant_recipes.runs import checkpoints, places
+from tp_invariant_recipes.runs import checkpoints, overview
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import estimate
@@ -139,7 +139,7 @@ class TrainResult(Result):
             checkpoint=saved[-1].path if saved else None,
             not_finite=tuple(step.step for step in steps if not all(map(_finite, (step.loss, step.grad_norm)))),
             diverged=next((step.step for step in steps if step.diverged), None),
-            places=places.as_json(run_dir),
+            places=overview.places(run_dir),
             interrupted=interrupted,
         )
 
@@ -166,7 +166,7 @@ class TrainResult(Result):
             )
         if self.outcome is Outcome.STOPPED:
             yield f"continue with: {shlex.join(['tpi', 'train', '--resume', str(self.run)])}"
-        yield from places.lines(self.places)
+        yield from overview.place_lines(self.places)
 
     @override
     def as_json(self) -> dict[str, Any]:
