@@ -1,12 +1,11 @@
 """`tpi export`."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from tp_invariant_recipes.cli.arguments import Json, TrustRecipe, argument, flag, option
+from tp_invariant_recipes.cli.output import verdict
 from tp_invariant_recipes.machine import terminal
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import needed
 
 
@@ -35,15 +34,7 @@ def export(
     tpi export runs/my-adapters ~/models/merged --merge
     """
     needed.check("tpi export", needed.TRAINING)
-    from tp_invariant_recipes.features.export.workflow import export as write
+    from tp_invariant_recipes.features.export import workflow
 
-    exported = write(run, folder, step, masters=masters, merge=merge)
-    if as_json:
-        terminal.print_json(asdict(exported) | {"folder": str(exported.folder)})
-        return
-    what = f"{counted(exported.tensors, 'tensor')}, {exported.dtype}" if exported.tensors else "its adapters, for peft"
-    terminal.print_text(f"{exported.folder}: {exported.architecture} after step {exported.step}, {what}")
-    if exported.copied:
-        terminal.print_text(f"copied: {', '.join(exported.copied)}")
-    if exported.digest:
-        terminal.print_text(f"weights digest {exported.digest}")
+    request = workflow.ExportRequest(run, folder, step, masters, merge)
+    verdict.finish(workflow.export(request, terminal.console_of_its_own()), as_json=as_json)

@@ -92,6 +92,8 @@ def test_stock_layouts_differ_from_equal_weights(shared, runs):
 
 def test_import_and_export_are_a_round_trip(shared, runs):
     done = shared("export", "tp1", "out", status=0)
+    words = ("verifying the checkpoint", "loading and writing the weights of step", "reading the weights again")
+    assert [line for line in words if line not in done.stderr] == []
     assert bits(runs / "out") == bits(runs / "hf")
     assert f"weights digest {weights.read(runs / 'hf').digest()}" in done.stdout
 

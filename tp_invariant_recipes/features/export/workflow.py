@@ -4,24 +4,31 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.launch import local, ranks, trust
 from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.machine.progress import Counter, busy
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.megatron.adapters.adapted_layers import ROW_PARALLEL
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import parse_object, read_limited
+from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings import environment, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.sources import hf_models, weights
 from tp_invariant_recipes.start.quiet import quiet
 
@@ -36,7 +43,22 @@ COPIED_FILES = (
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportRequest:
+    """What to export. folder: not there yet, or empty. step: of the checkpoint; None: the newest.
+
+    masters: the fp32 master weights instead of the weights that the model computes with. merge: of a run with
+    adapters, the weights with the adapters added; without, what the library peft loads.
+    """
+
+    run: Path
+    folder: Path
+    step: int | None = None
+    masters: bool = False
+    merge: bool = False
+
+
+@dataclass(frozen=True)
+class ExportResult(Result):
     """A written folder. step: completed steps. tensors, digest: as `weights.Checkpoint` has them; of adapters alone 0
     and empty: their files are those of the library peft.
     """
@@ -49,16 +71,33 @@ class Exported:
     digest: str
     copied: tuple[str, ...]
 
+    @property
+    def exit_status(self) -> int:
+        """0: written."""
+        return 0
 
-def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = False, merge: bool = False) -> Exported:
-    """Write the newest checkpoint of a run, or the one of `step`, into a new folder.
+    def lines(self) -> list[str]:
+        """Return what was written, and the digest of whole weights."""
+        what = f"{counted(self.tensors, 'tensor')}, {self.dtype}" if self.tensors else "its adapters, for peft"
+        return [
+            f"{self.folder}: {self.architecture} after step {self.step}, {what}",
+            *([f"copied: {', '.join(self.copied)}"] if self.copied else []),
+            *([f"weights digest {self.digest}"] if self.digest else []),
+        ]
 
-    masters: the fp32 master weights instead of the weights that the model computes with. merge: of a run with
-    adapters, the weights with the adapters added; without, what the library peft loads.
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields."""
+        return asdict(self) | {"folder": str(self.folder)}
+
+
+def export(request: ExportRequest, console: Console) -> ExportResult:
+    """Write a checkpoint of a run into a new folder. console: for progress.
+
     Raises a TpiError: there is no checkpoint, it is damaged, the model has no architecture that is known, or the folder
     holds something. Then the folder is as it was.
     """
-    folder = folder.expanduser().absolute()
+    run, step, masters, merge = request.run, request.step, request.masters, request.merge
+    folder = request.folder.expanduser().absolute()
     if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
         raise ConfigError(f"{folder} is there and is no empty folder: nothing is overwritten, choose another")
     run_dir = RunDir(run)
@@ -71,21 +110,36 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
         raise ConfigError(f"{run} cannot be exported: {family}")
     if masters and config.mixed_precision is None:
         raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
-    checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
+    with busy(console, "verifying the checkpoint"):
+        checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as temporary:
             copied = _describe(temporary, config, family, masters=masters)
             adapters = _adapters(config, before.identity, merge=merge) if peft.adapts(config) else None
-            _convert(checkpoint, temporary, config.model, adapters, masters=masters)
+            loading = f"loading and writing the weights of step {checkpoint.step}"
             if adapters and not merge:
-                return Exported(folder, checkpoint.step, family.architecture, "adapters", 0, "", copied)
+                with busy(console, loading):
+                    _convert(checkpoint, temporary, config.model, adapters, lambda: None, masters=masters)
+                return ExportResult(folder, checkpoint.step, family.architecture, "adapters", 0, "", copied)
+            console.print(f"{loading} …")
+            wide = masters or config.mixed_precision is None
+            total = parameters(config.shape) * (4 if wide else 2) >> 20
+            with Counter(console) as counter:
+                show = counter.counting("writing:", " MiB")
+
+                def tick() -> None:
+                    with suppress(OSError):  # of a file that gets its name meanwhile
+                        show(min(sum(file.stat().st_size for file in temporary.iterdir()) >> 20, total), total)
+
+                _convert(checkpoint, temporary, config.model, adapters, tick, masters=masters)
             written = weights.read(temporary)
-            digest = written.digest()
+            with busy(console, "reading the weights again for their digest"):
+                digest = written.digest()
     except OSError as error:
         raise RunError(cannot_write(folder, error).replace("run.dir=PATH", "another FOLDER")) from error
     dtype = "float32" if {tensor.dtype for tensor in written.tensors.values()} == {"F32"} else "bfloat16"
-    return Exported(folder, checkpoint.step, family.architecture, dtype, len(written.tensors), digest, copied)
+    return ExportResult(folder, checkpoint.step, family.architecture, dtype, len(written.tensors), digest, copied)
 
 
 def _check_adapters(run: Path, config: RunConfig, *, masters: bool, merge: bool) -> None:
@@ -174,9 +228,15 @@ def _adapters(config: RunConfig, identity: Mapping[str, Any], *, merge: bool) ->
 
 
 def _convert(
-    checkpoint: RunCheckpoint, folder: Path, model: dict[str, Any], adapters: "Adapters | None", *, masters: bool
+    checkpoint: RunCheckpoint,
+    folder: Path,
+    model: dict[str, Any],
+    adapters: "Adapters | None",
+    tick: Callable[[], None],
+    *,
+    masters: bool,
 ) -> None:
-    """Write the tensors in a new process, which is the only rank of a world of one."""
+    """Write the tensors in a new process, which is the only rank of a world of one. tick: called while it lives."""
     from tp_invariant_recipes.start import bridge
     from tp_invariant_recipes.training.rank import RankInfo
 
@@ -190,7 +250,7 @@ def _convert(
         do = Export(checkpoint.path.absolute(), folder, model, masters, adapters)
         with ranks.stopping() as stop:
             outcome = ranks.run(
-                RunDir(Path(scratch)), "cpu", [RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,))], lambda: None, stop,
+                RunDir(Path(scratch)), "cpu", [RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,))], tick, stop,
                 rank_fn=do, stepped=lambda: False,
             )  # fmt: skip
     if outcome is not ranks.Outcome.COMPLETED:
