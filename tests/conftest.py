@@ -21,7 +21,7 @@ from tests.forks import Tpi, freeze
 from tests.warm import share_trials, warm
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.settings import environment
-from tp_invariant_recipes.start.quiet import VERBOSE
+from tp_invariant_recipes.start.bridge import VERBOSE
 
 # How long an example takes says how busy the machine is, and nothing else.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

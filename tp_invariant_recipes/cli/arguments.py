@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.start.quiet import VERBOSE
+from tp_invariant_recipes.start.bridge import VERBOSE
 
 
 def of_model(model: str | None) -> str | None:

@@ -34,7 +34,7 @@ from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, errno_of, shor
 from tp_invariant_recipes.foreign_text import single_line, visible
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings.secrets import redacted
-from tp_invariant_recipes.start import bytecode, needed
+from tp_invariant_recipes.start import cache, needed
 
 app = typer.Typer(
     name="tpi",
@@ -86,7 +86,7 @@ def _root(
 def main() -> None:
     """Entry point: run a command; print a mistake on one screen and exit with status 2."""
     terminal.install()
-    bytecode.keep()  # of what commands import from here on
+    cache.keep_bytecode()  # of what commands import from here on
     try:
         status = app(standalone_mode=False)
         sys.stdout.flush()  # a full disk is an error of this command, and not of Python's end

@@ -26,7 +26,7 @@ from tp_invariant_recipes.ledger.run_files import Environment, Versions
 from tp_invariant_recipes.reading import MIB, Bounds, Count, Listed, Record, Seconds, checked, parse_json
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import writing
-from tp_invariant_recipes.start.quiet import quiet
+from tp_invariant_recipes.start.bridge import quiet
 
 LARGEST = 16 * MIB  # bytes of a value
 

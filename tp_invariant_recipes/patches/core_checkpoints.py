@@ -10,7 +10,7 @@ from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.code import Form
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.start import parent
+from tp_invariant_recipes.start import forking
 
 
 def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,7 +25,7 @@ def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
             return queue.Queue()
         if filesystem_async._results_queue is None:
             manager = SyncManager(ctx=get_context(mp_mode))
-            manager.start(parent.serve_starter)
+            manager.start(forking.serve_starter)
             filesystem_async._results_queue = manager.Queue()
         return filesystem_async._results_queue
 

@@ -7,6 +7,7 @@ cache of Hugging Face or `recipe.hf_folder`. A user's own recipe may read anythi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -15,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.sources import recipe_source
-from tp_invariant_recipes.start import kept
+from tp_invariant_recipes.start import cache
 
 FOLDER = "recipes"  # in the user's cache
 MOST = 50  # answers there
@@ -56,8 +56,8 @@ def answer(make: Callable[[], Any], *question: Any) -> Any:
         return make()
     if key not in _known:
         _known[key] = made = make()
-        kept.keep(f"{FOLDER}/{key}", {"key": key, "answer": made})
-        kept.prune(FOLDER, MOST)
+        cache.keep(f"{FOLDER}/{key}", {"key": key, "answer": made})
+        cache.prune(FOLDER, MOST)
     return _known[key]
 
 
@@ -72,7 +72,7 @@ def _find(model: str, question: tuple[Any, ...], hf_folder: str | None) -> bool:
         return False
     _known.pop(key, None)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        stored = kept.find(f"{FOLDER}/{key}")
+        stored = cache.find(f"{FOLDER}/{key}")
         if stored["key"] == key:
             _known[key] = stored["answer"]
     return key in _known
@@ -92,12 +92,12 @@ def _key(question: tuple[Any, ...], hf_folder: str | None) -> str:
         [sys.version, sys.prefix, sys.flags],
         [installed(package) for package in _PACKAGES],
         [asdict(gpu) for gpu in gpus.visible()],
-        kept.stamp([*conf_files.sources(), *_sources(), *_configurations(hf_folder)]),
+        cache.stamp([*conf_files.sources(), *_sources(), *_configurations(hf_folder)]),
     ]
     return hashlib.sha256(json.dumps(parts).encode(errors="surrogateescape")).hexdigest()
 
 
-@cache
+@functools.cache
 def _sources() -> tuple[Path, ...]:
     """Return the files of Bridge and Megatron-Core."""
     files: list[Path] = []

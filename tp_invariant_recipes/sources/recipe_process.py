@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.sources import recipe_source
-from tp_invariant_recipes.start import parent
+from tp_invariant_recipes.start import forking
 
 _exit = os._exit
 _processes: set[int] = set()  # this one's id, where it may call recipes
@@ -66,7 +66,7 @@ def _answer(model: str, function: Callable[[], Any], report: Any, starter: int) 
     status = 1
     try:
         serve()
-        parent.end_with_it(starter)
+        forking.end_with_it(starter)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent: KeyboardInterrupt is the recipe's own
         os._exit = _say_where
         outcome: Any = None

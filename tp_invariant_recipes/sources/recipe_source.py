@@ -35,7 +35,7 @@ from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.start import bridge, needed
-from tp_invariant_recipes.start.quiet import quiet
+from tp_invariant_recipes.start.bridge import quiet
 
 PREFIX = "recipe="
 BRIDGE = "megatron.bridge.recipes"

@@ -1,19 +1,108 @@
-"""The first import of Megatron-Bridge happens only here: quietly, and with or without Transformer Engine."""
+"""The first import of Megatron-Bridge happens only here: quietly, and with or without Transformer Engine.
+
+Bridge's `peft/lora_layers.py` imports Transformer Engine unconditionally, whereas Megatron-Core uses local layers when
+the import fails. So on machines without it Megatron-Core comes first, and then a placeholder for Bridge.
+"""
 
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.start import bytecode, lazy_compile, lazy_imports, transformer_engine
-from tp_invariant_recipes.start.quiet import quiet
+from tp_invariant_recipes.start import cache, lazy_imports
 from tp_invariant_recipes.start.start_clock import CLOCK, IMPORTS
+
+VERBOSE = "TPI_VERBOSE"  # environment variable: set to 1 by -v, and inherited by ranks
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Discard this process's standard output and error for a block, also of C++ libraries, unless -v was given.
+
+    An exception of the block passes on unchanged.
+    """
+    if os.environ.get(VERBOSE) == "1":
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as sink:
+        for descriptor in (1, 2):
+            os.dup2(sink.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
+# Every module of Megatron-Core that decides at import whether Transformer Engine is available.
+DECIDERS = (
+    "megatron.core",
+    "megatron.core.transformer.transformer_block",
+    "megatron.core.models.gpt",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+)
+
+PLACEHOLDER_VERSION = "0.0.0"
+
+# Module -> the names that Bridge uses at import.
+NAMES = {
+    "transformer_engine.pytorch": (
+        "Linear", "LayerNormLinear", "RMSNorm", "LayerNorm", "GroupedLinear", "DotProductAttention",
+        "TransformerLayer",
+    ),
+    "transformer_engine.pytorch.ops": ("Sequential", "FusibleOperation", "BasicOperation"),
+}  # fmt: skip
+
+
+def prepare_import() -> None:
+    """Make `import megatron.bridge` work here, whether Transformer Engine is installed or not. Idempotent."""
+    if "transformer_engine" in sys.modules or find_spec("transformer_engine") is not None:
+        return
+    for name in DECIDERS:
+        import_module(name)
+    parent = _module("transformer_engine")
+    parent.__dict__["__version__"] = PLACEHOLDER_VERSION
+    for name, classes in NAMES.items():
+        module = _module(name)
+        for cls in classes:
+            setattr(module, cls, _missing(cls))
+        holder, _, leaf = name.rpartition(".")
+        setattr(sys.modules[holder], leaf, module)
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__path__ = []
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+    sys.modules[name] = module
+    return module
+
+
+def _missing(name: str) -> type:
+    import torch
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(f"transformer_engine.pytorch.{name}: Transformer Engine is not installed (tpi doctor)")
+
+    return type(name, (torch.nn.Module,), {"__init__": refuse})
+
 
 BRIDGE = "megatron.bridge.training.pretrain"
 # What each rank would otherwise import by itself, after it has been forked.
@@ -44,13 +133,13 @@ def load_models() -> None:
 
 
 def _import(*names: str) -> None:
-    bytecode.keep()
+    cache.keep_bytecode()
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
     with CLOCK.counted(IMPORTS), quiet(), _without_garbage_collection(), _nvml_only():
         if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
-            transformer_engine.prepare_import()
+            prepare_import()
         with lazy_imports.put_off(_later), _compiled_later():
-            transformer_engine.prepare_import()
+            prepare_import()
             for name in names:
                 import_module(name)
         if BRIDGE in names:
@@ -63,7 +152,7 @@ def _compiled_later() -> AbstractContextManager[None]:
     if os.environ.get(lazy_imports.EAGER) == "1":
         return nullcontext()
     why = "it would import torch's compiler for functions that most runs never call"
-    return applied([Replacement("torch:compile", lazy_compile.at_the_first_call, why)])
+    return applied([Replacement("torch:compile", lazy_imports.at_the_first_call, why)])
 
 
 @contextmanager
@@ -113,3 +202,23 @@ def _without_garbage_collection() -> Iterator[None]:
         gc.freeze()
         if collected:
             gc.enable()
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+DEFAULT = ":4096:8"  # torch's own choice on Hopper and Blackwell: 32 MiB
+
+
+def deterministic_mode_without_its_extras() -> None:
+    """Reduce host time without changing bits. Call it after setting up the CUDA device and the environment.
+
+    Deterministic mode fills every new tensor with NaN by one launch; no code here reads unwritten memory. Also, torch
+    parses CUBLAS_WORKSPACE_CONFIG with a regular expression at every product, in 30 µs, although cuBLAS already has its
+    workspace. If the value is torch's default for the device, this function removes it from the environment after the
+    only check for it has passed (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+    import torch
+
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if os.environ.get(WORKSPACE) == DEFAULT and torch.cuda.get_device_capability()[0] >= 9:
+        torch.mm(torch.zeros(16, 16, device="cuda"), torch.zeros(16, 16, device="cuda"))
+        del os.environ[WORKSPACE]

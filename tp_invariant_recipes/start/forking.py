@@ -1,11 +1,14 @@
-"""Whether a process that will use CUDA may be forked from this one: a new process would import Megatron-Bridge again.
+"""Processes that a rank or launcher starts, which end with it; whether one that will use CUDA may be forked.
 
-A fork of a process that has started CUDA cannot use it. torch notices only what torch started, and asking the driver
-for the number of GPUs starts it unnoticed. So the last of the checks forks a process and lets it use a GPU. That takes
-seconds, so a success is kept for the next start with the same driver, modules and variables.
+A process that is not forked imports Megatron-Bridge again. A fork of a process that has started CUDA cannot use it.
+torch notices only what torch started, and asking the driver for the number of GPUs starts it unnoticed. So the last of
+the checks forks a process and lets it use a GPU. That takes seconds, so a success is kept for the next start with the
+same driver, modules and variables.
 """
 
+import ctypes
 import hashlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-from tp_invariant_recipes.start import kept, parent
+from tp_invariant_recipes.start import cache
 
 DRIVER = Path("/proc/driver/nvidia/version")
 PROOF = "fork-uses-gpu"  # name of the state in the user's cache
@@ -57,11 +60,11 @@ def _kept_or_tried(probe: Callable[[], bool]) -> bool:
     except OSError:
         return probe()
     with suppress(OSError, ValueError):
-        if kept.find(PROOF) == state:
+        if cache.find(PROOF) == state:
             return True
     can = probe()
     if can:
-        kept.keep(PROOF, state)
+        cache.keep(PROOF, state)
     return can
 
 
@@ -71,7 +74,7 @@ def _state() -> str:
     variables = sorted(item for item in os.environ.items() if any(word in item[0] for word in OF_LIBRARIES))
     modules = [vars(module).get("__file__") for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
     sources = (file for file in modules if file and "-packages/" not in file)  # such as a recipe
-    times = kept.stamp(map(Path, {*sources, *sys.path}))  # an installation changes the time of a folder
+    times = cache.stamp(map(Path, {*sources, *sys.path}))  # an installation changes the time of a folder
     digest.update(repr((variables, sorted(sys.modules), times)).encode(errors="surrogateescape"))
     return digest.hexdigest()
 
@@ -89,7 +92,7 @@ def _fork_uses_gpu() -> bool:
     if pid == 0:
         status = 1
         try:
-            parent.end_with_it(starter)  # the driver may keep it for long
+            end_with_it(starter)  # the driver may keep it for long
             status = int(torch.ones(1, device="cuda").item() != 1)
         finally:
             os._exit(status)
@@ -107,3 +110,29 @@ def exits_cleanly(pid: int, limit: float) -> bool:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return False
+
+
+def end_with_it(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, even by SIGKILL.
+
+    parent: its process id, as the parent itself handed it over. Where it has died before this call, this process ends
+    at once; getppid() would then name the process that adopted this process.
+    """
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if parent != os.getppid():
+        os._exit(1)
+
+
+def end_with_starter() -> None:
+    """End a process of multiprocessing with the process that started it, whose id travels with it."""
+    starter = multiprocessing.parent_process()
+    if starter is not None and starter.pid is not None:  # none: this process is no child
+        end_with_it(starter.pid)
+
+
+def serve_starter() -> None:
+    """End with the parent alone: SLURM and terminals send signals to all processes, and the parent needs this one."""
+    end_with_starter()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.start import parent
+from tp_invariant_recipes.start import forking
 from tp_invariant_recipes.training import written_hashes
 
 _CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
@@ -27,7 +27,7 @@ _WITHOUT_GPU = (
 
 def loop(rank: int, *arguments: Any) -> None:
     """Run Megatron's loop, which hashes what it writes, on the rank's own GPU."""
-    parent.serve_starter()
+    forking.serve_starter()
     import torch
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 

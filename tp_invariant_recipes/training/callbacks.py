@@ -10,7 +10,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.runs import index_cache
 from tp_invariant_recipes.runs.checkpoints import step_of, write_manifest
-from tp_invariant_recipes.start.deterministic_overhead import deterministic_mode_without_its_extras
+from tp_invariant_recipes.start.bridge import deterministic_mode_without_its_extras
 from tp_invariant_recipes.training import written_hashes
 
 
@@ -69,7 +69,7 @@ class Finite(Callback):
 
 
 class DeterministicOverhead(Callback):
-    """Takes the two costs away (start/deterministic_overhead.py). Last of the callbacks: it changes the environment,
+    """Takes the two costs away (start/bridge.py). Last of the callbacks: it changes the environment,
     which the recorder reads first."""
 
     def on_train_start(self, context: CallbackContext) -> None:

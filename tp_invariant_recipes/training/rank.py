@@ -27,7 +27,7 @@ from tp_invariant_recipes.settings import low_precision, peft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
-from tp_invariant_recipes.start import parent
+from tp_invariant_recipes.start import forking
 from tp_invariant_recipes.start.start_clock import CLOCK, count_kernels
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
@@ -315,7 +315,7 @@ def _die_with_launcher() -> None:
     """Die when the launcher dies, even by SIGKILL. Ignore what is for the launcher: Ctrl-C and SIGHUP, which a terminal
     sends to every process, and SIGUSR1 and SIGUSR2, which SLURM sends to every process of a job's step.
     """
-    parent.end_with_starter()
+    forking.end_with_starter()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first

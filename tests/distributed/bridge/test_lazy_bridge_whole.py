@@ -18,7 +18,7 @@ import torch
 from tp_invariant_recipes.start import bridge, lazy_imports
 
 def waiting():
-    return sorted(next(iter(w.later.modules)) for w in sys.meta_path if isinstance(w, lazy_imports.Waiting))
+    return sorted(next(iter(w.row.modules)) for w in sys.meta_path if isinstance(w, lazy_imports.Waiting))
 
 bridge.load()
 seen = {"at the start": waiting()}

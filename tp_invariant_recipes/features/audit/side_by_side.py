@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import Interrupted, RunError
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.start import parent
+from tp_invariant_recipes.start import forking
 
 POLL = 0.2  # seconds between looks at the signals that came
 MOST = 4  # at a time: what comes first is told first
@@ -89,7 +89,7 @@ def concurrency(device: str) -> int:
 
 def _answer(there: Connection, call: Callable[[], Any]) -> None:
     """Call, and send what it returns and the text of a defect."""
-    parent.end_with_starter()
+    forking.end_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter passes a stop on
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)

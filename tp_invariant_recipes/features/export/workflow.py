@@ -30,7 +30,7 @@ from tp_invariant_recipes.settings import environment, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.sources import hf_models, weights
-from tp_invariant_recipes.start.quiet import quiet
+from tp_invariant_recipes.start.bridge import quiet
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.features.export.rank import Adapters

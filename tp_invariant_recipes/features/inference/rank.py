@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
 from tp_invariant_recipes.start import bridge
-from tp_invariant_recipes.start.deterministic_overhead import deterministic_mode_without_its_extras
+from tp_invariant_recipes.start.bridge import deterministic_mode_without_its_extras
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 from tp_invariant_recipes.training.rank import adapt

@@ -21,7 +21,7 @@ from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import sft
 from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
-from tp_invariant_recipes.start.quiet import quiet
+from tp_invariant_recipes.start.bridge import quiet
 
 
 @contextmanager
