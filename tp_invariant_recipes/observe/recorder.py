@@ -72,7 +72,7 @@ class Recorder(Callback):
             versions=versions(),
             device=_device(context, self.parts["numerics"]["mode"]),
             environment=recorded(os.environ),
-            parameters=self.digests.parameters if self.digests else (),
+            parameters=self.digests.plan.parameters if self.digests else (),
             initial=self.digests.initial if self.digests else None,
             **self.parts,
         )
@@ -153,10 +153,10 @@ class Recorder(Callback):
         else:
             self.writer.add(losses)
 
-    def _append_with_digests(self, recorded: Recorded) -> None:
+    def _append_with_digests(self, step: int, recorded: Recorded) -> None:
         """Append the step that waits for these digests; none waits if another callback failed in between."""
         record, self.pending = self.pending, None
-        if record is not None:
+        if record is not None and record.step == step:
             self.writer.append(replace(record, **vars(recorded) | {"diverged": record.diverged + recorded.diverged}))
 
     def _check_loaded(self, step: int, loaded: Recorded) -> str | None:

@@ -211,7 +211,7 @@ def planted(fault: Fault) -> Callable[[], None]:
             due = seen["step"] == STEP and where == fault.where and "done" not in seen
             if due and int(os.environ["RANK"]) in fault.ranks:
                 seen["done"] = True
-                parts = seen["digests"]._shards.parts
+                parts = seen["digests"].plan.shards.parts
                 owner = next(part.owner for part in parts if fault.parameter in part.name)
                 slots = {id(slot.owner): slot for slot in OptimizerState(seen["context"].optimizer).slots}
                 held = ParameterState(owner, slots.get(id(owner)))

@@ -27,6 +27,7 @@ no digest. Where a rank has only a range of a master weight, the ranks' copies o
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,111 +49,222 @@ from tp_invariant_recipes.observe.union import union
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 
 
+@dataclass(frozen=True)
+class DigestPlan:
+    """What a rank digests. Made before the first step; invalid when `memory` moves.
+
+    every:      all weights. gradients … weights: the kinds of the table above. stored: of this rank's gradients.
+    parameters: what the digests are of, as the ledger's header has them.
+    """
+
+    model: Any
+    shards: Shards
+    optimizer: OptimizerState
+    device: torch.device
+    every: Sums
+    gradients: Sums
+    clipped: MovingSums
+    moments: MovingSums
+    masters: Sums
+    weights: Sums
+    parameters: tuple[Parameter, ...]
+    memory: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Any, optimizer: Any, experts: str) -> "DigestPlan":
+        """Learn who holds what. A collective. Raises RunError, on every rank alike. experts: as ledger.experts."""
+        shards, state = _shards(model), OptimizerState(optimizer)
+        stored, held_weights = shards.stored_gradients(optimizer), shards.weights()
+        held_gradients = shards.held(stored)
+        device = held_weights[0].values.device
+        # With several optimizers each has a norm of its own, of which this would not be the largest.
+        alone = len(getattr(optimizer, "chained_optimizers", [None])) == 1
+        magnitude = alone and all(part.values.dtype in WITH_MAGNITUDE for part in held_gradients)
+        every = Sums("weights", held_weights, device)
+        every.stacked = stacked = _stacked(every.names, experts)
+        gradients = Sums("gradients", held_gradients, device, magnitude=magnitude, stacked=stacked)
+        owned = state.masters()
+        rounded = {owner: kept for owner, kept in owned.items() if (kept.values.dtype, owner.dtype) == COPIED}
+        others = {owner: kept for owner, kept in owned.items() if owner not in rounded}
+        held_masters = [*shards.held(rounded, copies=True), *shards.held(others)]
+        masters = Sums("masters", held_masters, device, stacked=stacked)
+        parameters = _parameters(every, gradients, masters)
+        recorded = {parameter.name for parameter in parameters if not parameter.follows}
+        compared = recorded.union(name for _, name in union(sorted(shards.partly(rounded)), device))
+        held_weights = [part for part in held_weights if part.name in compared]
+        try:
+            listed = digests.stacked(parameters) if stacked else parameters
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        return cls(
+            model,
+            shards,
+            state,
+            device,
+            every,
+            gradients,
+            clipped=MovingSums(
+                lambda: shards.held(state.gradients(stored)),
+                state.addresses_of_gradients,
+                lambda held: Sums("clipped", held, device, stacked=stacked),
+            ),
+            moments=MovingSums(
+                lambda: _held_moments(shards, state),
+                state.addresses_of_moments,
+                lambda held: Sums("moments", held, device, stacked=stacked),
+            ),
+            masters=masters,
+            weights=Sums("weights", held_weights, device, recorded=recorded, stacked=stacked),
+            parameters=listed,
+            memory=(*shards.memory(), *state.memory()),
+        )
+
+    def check_memory(self) -> None:
+        """Raise RunError where parameters or gradients have moved: the sums are of what was there."""
+        if (*self.shards.memory(), *self.optimizer.memory()) != self.memory:
+            raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
+
+    def moments_now(self) -> Sums:
+        """Return the digests of the moments, and of the number of updates that they have had."""
+        self.optimizer.count()
+        return self.moments.sums()
+
+    def after(self, *, state: bool) -> list[Sums]:
+        """Return the kinds that are digested after a step. state: whether the optimizer's are among them."""
+        gather_weights(self.model)
+        return [*([self.moments_now()] if state else ()), self.masters, self.weights]
+
+
+class Queue:
+    """Steps on their way to the ledger, one in each place at most: running → ended → started → merged → reported.
+
+    running, ended, started, merged: the step in a place; None: no step is there.
+    tell:  called with a step and its digests. texts: whether somebody reads them here; otherwise replicas are compared.
+    """
+
+    def __init__(self, device: torch.device, tell: Callable[[int, Recorded], None], texts: Callable[[], bool]) -> None:
+        self._device, self._tell, self._texts = device, tell, texts
+        self.running = 0
+        self.ended: int | None = None
+        self.started: int | None = None
+        self.merged: int | None = None
+        self.gradients: list[StartedSums] = []  # of the running step, then of the one that has ended
+        self._sums: list[StartedSums] = []  # all of the started step
+        self._merging: Merging | None = None
+        self._merges: dict[tuple[str, ...], Merge] = {}
+
+    def end(self) -> None:
+        """Note that the running step has ended."""
+        self.ended = self.running
+
+    def start(self, after: Sequence[Sums]) -> None:
+        """Start the kernels over the state that the step has left, beside its gradients'."""
+        self._sums, self.gradients = [*self.gradients, *(kind_sums.started() for kind_sums in after)], []
+        self.started, self.ended = self.ended, None
+
+    def merge(self) -> None:
+        """Begin to sum over all ranks, if a step has been started. A collective."""
+        if self.started is not None:
+            self._merging = self.merging(self._sums)
+            self._sums, self.merged, self.started = [], self.started, None
+
+    def report(self, *, alone: bool = False) -> None:
+        """Tell of the merged step, once the GPU has its digests. alone: ask no other rank."""
+        step, merging, self.merged, self._merging = self.merged, self._merging, None, None
+        if step is not None and merging is not None:
+            self._tell(step, read_digests(merging, texts=self._texts(), alone=alone))
+
+    def skip(self) -> None:
+        """Tell of a step that has no digests."""
+        step = self.started if self.ended is None else self.ended
+        self.started = self.ended = None
+        if step is not None:
+            self._tell(step, Recorded())
+
+    def close(self) -> None:
+        """After a failure tell what there is, without waiting for ranks that may be gone."""
+        if self._merging is None:
+            self.skip()
+        elif self._merging.done.query():
+            self.report(alone=True)
+            self.skip()
+
+    def now(self, sums: Sequence[Sums]) -> Recorded:
+        """Return the digests of what is in memory. A collective."""
+        return read_digests(self.merging([kind_sums.started() for kind_sums in sums]), texts=self._texts())
+
+    def merging(self, taken: Sequence[StartedSums]) -> Merging:
+        """Begin to sum these over all ranks."""
+        sums = tuple(started.sums for started in taken)
+        key = tuple(kind_sums.kind for kind_sums in sums)
+        merge = self._merges.get(key)
+        if merge is None or merge.sums != sums:
+            merge = self._merges[key] = Merge(sums, self._device)
+        unlike = torch.cat([started.unlike for started in taken])
+        lanes = torch.cat([started.lanes for started in taken])
+        return Merging(merge.sums, merge.tensor, lanes, unlike, *merge(lanes, unlike))
+
+
 class Digests(AroundOptimizerStep):
     """Takes the digests of every `every`th step, and of the optimizer's state at every `state_every`th. For every rank.
 
     experts:    "each", "together" or "auto", as ledger.experts.
     awaited:    steps whose digests are reported before the next one begins, which may fail: `tpi bisect` trains such.
-    parameters: what they are of, known once training has started.
+    plan:       what they are of, known once training has started.
     initial:    of the weights before the first step, parameter → digest; None: training begins at a later one.
     check:      called with the step and the digests of what a run goes on from (all weights, master weights, moments)
                 before its first step; what it finds wrong ends the training on all ranks. None: nobody checks here.
-    listener:   called with the digests of every step, once the GPU has them: after the next update, since waiting for
+    listener:   called with every step and its digests, once the GPU has them: after the next update, since waiting for
                 them would cost more than taking them. The host has then waited for the gradient norm, which comes after
                 them. No checkpoint counts, and no training ends, before that.
     """
 
+    plan: DigestPlan
+    queue: Queue
+
     def __init__(self, every: int, state_every: int = 0, awaited: Collection[int] = (), experts: str = "auto") -> None:
         self.every, self.state_every, self.awaited, self._experts = every, state_every, awaited, experts
-        self.parameters: tuple[Parameter, ...] = ()
         self.initial: Mapping[str, str] | None = None
         self.check: Callable[[int, Recorded], str | None] | None = None
-        self.listener: Callable[[Recorded], None] | None = None
-        self._running = 0  # the step
-        self._ended: int | None = None  # the step of which the listener has not been told
-        self._taken: list[StartedSums] = []  # gradients of the running step, then of the one that has ended
-        self._unmerged: list[StartedSums] = []  # all of the step that has ended
+        self.listener: Callable[[int, Recorded], None] | None = None
         self._forward: Any = None  # the hook that waits for the next forward
         self._stream: Any = None  # of the training step
-        self._merging: Merging | None = None
-        self._merges: dict[tuple[str, ...], Merge] = {}
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Learn who holds what. Raises RunError, on every rank alike: also if what is loaded is not what was saved."""
-        self._model = context.model
-        self._shards = _shards(context.model)
-        self._optimizer = OptimizerState(context.optimizer)
-        stored = self._shards.stored_gradients(context.optimizer)
-        gradients = self._shards.held(stored)
-        # With several optimizers each has a norm of its own, of which this would not be the largest.
-        alone = len(getattr(context.optimizer, "chained_optimizers", [None])) == 1
-        magnitude = alone and all(part.values.dtype in WITH_MAGNITUDE for part in gradients)
-        masters, weights = self._optimizer.masters(), self._shards.weights()
-        self._device = weights[0].values.device
+        """Make the plan. Raises RunError, on every rank alike: also if what is loaded is not what was saved."""
         self._whole_steps = context.state.cfg.model.cuda_graph_impl == FULL
-        every_weight = Sums("weights", weights, self._device)
-        every_weight.stacked = stacked = self._stacked(every_weight.names)
-        self._gradients = Sums("gradients", gradients, self._device, magnitude=magnitude, stacked=stacked)
-        self._read = MovingSums(
-            lambda: self._shards.held(self._optimizer.gradients(stored)),
-            self._optimizer.addresses_of_gradients,
-            lambda held: Sums("clipped", held, self._device, stacked=stacked),
-        )
-        self._moments = MovingSums(
-            self._held_moments,
-            self._optimizer.addresses_of_moments,
-            lambda held: Sums("moments", held, self._device, stacked=stacked),
-        )
-        rounded = {owner: stored for owner, stored in masters.items() if (stored.values.dtype, owner.dtype) == COPIED}
-        others = {owner: stored for owner, stored in masters.items() if owner not in rounded}
-        held = [*self._shards.held(rounded, copies=True), *self._shards.held(others)]
-        self._masters = Sums("masters", held, self._device, stacked=stacked)
-        parameters = tuple(
-            Parameter(
-                name,
-                every_weight.shapes[name],
-                self._gradients.dtypes.get(name),
-                every_weight.dtypes[name],
-                self._masters.dtypes.get(name),
-            )
-            for name in every_weight.names
-        )
-        try:
-            self.parameters = digests.stacked(parameters) if stacked else parameters
-        except ValueError as error:
-            raise RunError(str(error)) from error
-        recorded = {parameter.name for parameter in parameters if not parameter.follows}
-        compared = recorded.union(name for _, name in union(sorted(self._shards.partly(rounded)), self._device))
-        held = [part for part in weights if part.name in compared]
-        self._weights = Sums("weights", held, self._device, recorded=recorded, stacked=stacked)
-        self._memory = self._addresses()
-        if context.state.train_state.step == 0:
-            self.initial = self._now([every_weight]).weights
-        else:
-            self._check_loaded(context.state.train_state.step, every_weight)
+        plan = self.plan = DigestPlan.of(context.model, context.optimizer, self._experts)
+        self.queue = Queue(plan.device, self._tell, lambda: self.listener is not None or self.check is not None)
+        step = context.state.train_state.step
+        if step == 0:
+            self.initial = self.queue.now([plan.every]).weights
+            return
+        loaded = self.queue.now([plan.masters, plan.every, plan.moments_now()])
+        problem = self.check(step, loaded) if self.check else None
+        for _, text in union([problem] if problem else [], plan.device):
+            raise RunError(text)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Have the state as the last step left it taken once the batch is there."""
-        step = self._ended
-        if step is not None and not self._taken and not self._is_state_due(step):
-            self._ended = None
-            self._tell(Recorded())
+        step = self.queue.ended
+        if step is not None and not self.queue.gradients and not self._is_state_due(step):
+            self.queue.skip()
         elif step in self.awaited:
             self._start()
-            self._merge()
-            self._report()
+            self.queue.merge()
+            self.queue.report()
         elif step is not None and self._whole_steps:
             self._start()  # a graph of the step calls no hook, and updates experts' biases before the optimizer's step
         elif step is not None:
-            if self._is_state_due(step) and not self._moments.known:
-                self._moments_now()  # asks all ranks, which a forward pass must not
+            if self._is_state_due(step) and not self.plan.moments.known:
+                self.plan.moments_now()  # asks all ranks, which a forward pass must not
             self._stream = torch.cuda.current_stream()
             self._forward = context.model[0].register_forward_pre_hook(self._on_forward)
-        self._running = context.state.train_state.step + 1
+        self.queue.running = context.state.train_state.step + 1
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Its state is taken once the next step has its batch, a checkpoint is saved, or training ends."""
-        self._ended = self._running
+        self.queue.end()
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Bridge has written a checkpoint, and with `checkpoint.async_save` has trained more steps since."""
@@ -170,118 +282,80 @@ class Digests(AroundOptimizerStep):
 
     def finish(self) -> None:
         """Report the last step's, with the optimizer's state and with all other ranks."""
-        if self._ended is not None and [started.sums.kind for started in self._taken] == ["gradients"]:
-            self._taken.append(self._read.sums().started())
+        queue = self.queue
+        if queue.ended is not None and [started.sums.kind for started in queue.gradients] == ["gradients"]:
+            queue.gradients.append(self.plan.clipped.sums().started())
         self._start(state=True)
-        self._merge()
-        self._report()
+        queue.merge()
+        queue.report()
 
     def close(self) -> None:
         """After a failure report what there is, without waiting for ranks that may be gone: a step without digests."""
-        if self._merging and self._merging.done.query():
-            self._report(alone=True)
-        if self._merging is None and (self._ended is not None or self._unmerged):
-            self._tell(Recorded())
+        if hasattr(self, "queue"):
+            self.queue.close()
 
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
         """Take the gradients' digests; tell the exact norm the largest gradient, which their kernel has found."""
-        due = self._running % self.every == 0
-        if due and self._addresses() != self._memory:
-            raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
-        self._start()
-        self._merge()
+        plan, queue = self.plan, self.queue
+        due = queue.running % self.every == 0
         if due:
-            self._taken.append(self._gradients.started())
-        known = due and self._gradients.lanes.magnitude
-        with grad_norm.largest_known(self._gradients.lanes.largest) if known else nullcontext():
+            plan.check_memory()
+        self._start()
+        queue.merge()
+        if due:
+            queue.gradients.append(plan.gradients.started())
+        known = due and plan.gradients.lanes.magnitude
+        with grad_norm.largest_known(plan.gradients.lanes.largest) if known else nullcontext():
             yield
-        if due and self._is_state_due(self._running):
-            self._taken.append(self._read.sums().started())
-        self._report()
+        if due and self._is_state_due(queue.running):
+            queue.gradients.append(plan.clipped.sums().started())
+        queue.report()
 
     def _on_forward(self, *_: Any) -> None:
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self.plan.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if torch.cuda.current_stream() == self._stream and not capturing:
             self._start()
 
-    def _stacked(self, names: Sequence[str]) -> bool:
-        """Whether the experts of a layer have one digest a matrix. It follows from the model and ledger.experts."""
-        experts = sum(digests.stacked_name(name) != name for name in names)
-        return self._experts == "together" or (self._experts == "auto" and experts >= digests.MANY)
-
     def _is_state_due(self, step: int) -> bool:
         return bool(self.state_every and step % self.state_every == 0)
-
-    def _addresses(self) -> tuple[int, ...]:
-        return (*self._shards.memory(), *self._optimizer.memory())
-
-    def _held_moments(self) -> list[TensorPart]:
-        """Return the moments of this rank's part, and how often its parameters were updated."""
-        held = [
-            part._replace(name=f"{state}/{part.name}")
-            for state, values in self._optimizer.moments().items()
-            for part in self._shards.held(values)
-        ]
-        counts = self._shards.named(self._optimizer.counts())
-        held += [TensorPart(count, 0, 0, name=f"{STEP}/{name}") for name, count in counts.items()]
-        return held
-
-    def _check_loaded(self, step: int, weights: Sums) -> None:
-        loaded = self._now([self._masters, weights, self._moments_now()])
-        problem = self.check(step, loaded) if self.check else None
-        for _, text in union([problem] if problem else [], self._device):
-            raise RunError(text)
-
-    def _now(self, sums: Sequence[Sums]) -> Recorded:
-        return read_digests(self._merged([kind_sums.started() for kind_sums in sums]), texts=self._told)
-
-    def _moments_now(self) -> Sums:
-        self._optimizer.count()
-        return self._moments.sums()
 
     def _start(self, *, state: bool = False) -> None:
         """Start the kernels over the state that the last step has left, unless they have been started."""
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
-        step, self._ended = self._ended, None
-        if step is None:
-            return
-        state = state or self._is_state_due(step)
-        if state or self._taken:
-            gather_weights(self._model)
-            after = [*([self._moments_now()] if state else ()), self._masters, self._weights]
-            self._unmerged, self._taken = [*self._taken, *(kind_sums.started() for kind_sums in after)], []
+        if (step := self.queue.ended) is not None:
+            self.queue.start(self.plan.after(state=state or self._is_state_due(step)))
 
-    def _merge(self) -> None:
-        taken, self._unmerged = self._unmerged, []
-        if taken:
-            self._merging = self._merged(taken)
-
-    def _merged(self, taken: Sequence[StartedSums]) -> Merging:
-        sums = tuple(started.sums for started in taken)
-        key = tuple(kind_sums.kind for kind_sums in sums)
-        merge = self._merges.get(key)
-        if merge is None or merge.sums != sums:
-            merge = self._merges[key] = Merge(sums, self._device)
-        unlike = torch.cat([started.unlike for started in taken])
-        lanes = torch.cat([started.lanes for started in taken])
-        return Merging(merge.sums, merge.tensor, lanes, unlike, *merge(lanes, unlike))
-
-    @property
-    def _told(self) -> bool:
-        """Return whether somebody reads digests here: on the other ranks only replicas are compared."""
-        return self.listener is not None or self.check is not None
-
-    def _tell(self, recorded: Recorded) -> None:
+    def _tell(self, step: int, recorded: Recorded) -> None:
         if self.listener is not None:
-            self.listener(recorded)
+            self.listener(step, recorded)
 
-    def _report(self, *, alone: bool = False) -> None:
-        merging, self._merging = self._merging, None
-        if merging is not None:
-            self._tell(read_digests(merging, texts=self._told, alone=alone))
+
+def _stacked(names: Sequence[str], experts: str) -> bool:
+    """Whether the experts of a layer have one digest a matrix. It follows from the model and ledger.experts."""
+    several = sum(digests.stacked_name(name) != name for name in names)
+    return experts == "together" or (experts == "auto" and several >= digests.MANY)
+
+
+def _parameters(every: Sums, gradients: Sums, masters: Sums) -> tuple[Parameter, ...]:
+    """Return the parameters, with the dtypes of all that belongs to them."""
+    return tuple(
+        Parameter(name, every.shapes[name], gradients.dtypes.get(name), every.dtypes[name], masters.dtypes.get(name))
+        for name in every.names
+    )
+
+
+def _held_moments(shards: Shards, optimizer: OptimizerState) -> list[TensorPart]:
+    """Return the moments of this rank's part, and how often its parameters were updated."""
+    held = [
+        part._replace(name=f"{state}/{part.name}")
+        for state, values in optimizer.moments().items()
+        for part in shards.held(values)
+    ]
+    counts = shards.named(optimizer.counts())
+    return [*held, *(TensorPart(count, 0, 0, name=f"{STEP}/{name}") for name, count in counts.items())]
 
 
 def _shards(model: Sequence[Any]) -> Shards:
