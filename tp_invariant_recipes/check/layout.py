@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
-from tp_invariant_recipes.numerics.settings import PEERS
+from tp_invariant_recipes.machine.gpus import PEERS
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.allocation import ranks_per_node
 from tp_invariant_recipes.settings.layout import ACCOUNTED, SPLIT_BY_TP, UNEVEN

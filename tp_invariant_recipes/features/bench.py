@@ -39,9 +39,9 @@ MODES = {
     for mode in ("stock", "tree", "gather", "portable")
     for suffix, added in _SUFFIXES.items()
 }
-# Fields that numerics=stock has no use for.
-_NAMES = ("virtual_shards", "data_shards", "context_shards", "expert_groups", "grad_norm", "clip_rounding")
-INVARIANT = ("device.peer_memory", *(f"numerics.{name}" for name in _NAMES))
+# Overrides that a mode has no use for begin so.
+_SHARDS = ("virtual_shards", "data_shards", "context_shards", "expert_groups", "grad_norm", "clip_rounding")
+IDLE = {"stock": ("device.peer_memory", *(f"numerics.{name}" for name in _SHARDS))}
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _composed(
     """Compose each mode. Where one can capture no CUDA graphs, none does. ConfigError: `problems`, and those of all."""
     device, composed = plan.detect_device(), {}
     for mode in modes:
-        idle = (INVARIANT if "stock" in mode else ()) + (() if "+guard" in mode else ("guard.",))
+        idle = IDLE.get(mode.partition("+")[0], ()) + (() if "+guard" in mode else ("guard.",))
         words = [word for word in overrides if not word.field.startswith(idle)]
         words += [word for word in parse_all(MODES[mode]) if not given(words, word.field)]
         try:

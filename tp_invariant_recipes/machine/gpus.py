@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+PEERS = (2, 4, 8)  # GPUs of a host that may sum through each other's memory
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -1,15 +1,11 @@
 """The section `numerics` of the configuration."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from tp_invariant_recipes.numerics.mode import DEFAULT, ModeName, find
-
-if TYPE_CHECKING:
-    from tp_invariant_recipes.numerics.mode import Mode
+from tp_invariant_recipes.numerics.mode import DEFAULT, Mode, ModeName, find
 
 PeerMemory = Literal["auto", "always", "never"]
-PEERS = (2, 4, 8)  # ranks of a group that may sum through each other's memory
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class NumericsSettings:
     adjust: bool = True
 
     @property
-    def arithmetic(self) -> "Mode | None":
+    def arithmetic(self) -> Mode | None:
         """The mode's value; None: Bridge's own numerics (stock)."""
         return find(self.mode)
 

@@ -9,7 +9,10 @@ operands and the blocks of b (kernels/products/quantized.py), a and b [n, k] are
 makes such a file of another GPU.
 """
 
-from collections.abc import Callable
+import base64
+import binascii
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from tp_invariant_recipes import __version__
 from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
@@ -41,6 +45,18 @@ FP8_KINDS: dict[str, tuple[torch.dtype, torch.dtype, Blocks]] = {
 
 Operand = Tensor | Quantized
 Product = Callable[[Any, Any], Tensor]
+
+# `tpi conformance --script` writes a file for machines without this project: the template, and a corner of some
+# recorded cases that tell the known sums apart. Its JSON names the GPU, and holds operands and outputs of every way.
+SCRIPT_TEMPLATE = Path(__file__).with_name("card_script.py.txt")
+SCRIPT_FORMAT = "tpi conformance 1"
+SCRIPT_CASES = (
+    *("bf16/64_cancel", "bf16/sub_out_cancel"),
+    *("e4m3_e4m3_tensor/odd_k160", "e5m2_e4m3_tensor/tensor_k64_e5m2_18"),
+)
+SCRIPT_CORNER = 8  # rows and columns of a case: no output depends on the others
+SCRIPT_WIDTH = 150  # characters of a line of operands
+SCRIPT_BYTES = 2**20  # bytes of a case's operands
 
 
 @dataclass(frozen=True)
@@ -91,10 +107,8 @@ def read(file: Path = BUILT_IN) -> Recording:
     try:
         data = read_limited(file, LIMIT)
         if data[:1] == b"{" and b"\0" not in data[:8]:  # JSON; a safetensors file begins with a length of 8 bytes
-            from tp_invariant_recipes.portable import card_script
-
             metadata = parse_json(data)
-            tensors = card_script.tensors(metadata)
+            tensors = _script_tensors(metadata)
         else:
             tensors = load(data)
             metadata = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
@@ -215,3 +229,62 @@ def _canonical_nan(case: Case, bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
     if not case.name.startswith("fp32/"):
         return bits  # a tensor core has one NaN
     return np.where(np.isnan(bits.view(np.float32)), np.uint32(NAN), bits)
+
+
+def render_script(name: str) -> str:
+    """Return the text of the script, which calls itself `name`."""
+    known = {case.name: case for case in built_in().cases}
+    lines = ["{"]
+    for case in SCRIPT_CASES:
+        *sizes, data = _corner(known[case])
+        lines.append(f"    {case!r}: ({', '.join(map(str, sizes))}, (")
+        text = base64.b85encode(zlib.compress(data, 9)).decode()
+        lines += [f"        {text[at : at + SCRIPT_WIDTH]!r}" for at in range(0, len(text), SCRIPT_WIDTH)]
+        lines.append("    )),")
+    text = SCRIPT_TEMPLATE.read_text()
+    for word, value in (("{NAME}", name), ("{VERSION}", __version__), ("{CASES}", "\n".join([*lines, "}"]))):
+        text = text.replace(word, value)
+    return text
+
+
+def _script_tensors(report: dict[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return the script's JSON as tensors KIND/CASE (WAY)/PART of a recording.
+
+    raises ValueError, KeyError: it is not what the script writes.
+    """
+    if report.get("format") != SCRIPT_FORMAT:
+        raise ValueError(f"its format is {report.get('format')!r}, not {SCRIPT_FORMAT!r}")
+    return dict(_case_tensors(report["cases"], report["results"]))
+
+
+def _case_tensors(cases: dict[str, Any], results: dict[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
+    for case, ways in results.items():
+        m, k, n, text = cases[case]
+        sizes = (m, k, n)
+        if any(type(size) is not int or not 0 < size < SCRIPT_BYTES for size in sizes) or (m + n) * k > SCRIPT_BYTES:
+            raise ValueError(f"case {case!r} has sizes {sizes}")
+        word = np.dtype("<u2") if case.startswith("bf16/") else np.dtype("u1")
+        shape = (k, n) if case.startswith("bf16/") else (n, k)
+        try:
+            data = zlib.decompressobj().decompress(base64.b85decode(text), 2 * SCRIPT_BYTES)
+            operands = np.frombuffer(data, word)
+            a, b = operands[: m * k].reshape(m, k), operands[m * k :].reshape(shape)
+            for way, words in ways.items():
+                prefix = f"{case} ({way})"
+                yield f"{prefix}/a", a
+                yield f"{prefix}/b", b
+                yield f"{prefix}/c", np.frombuffer(base64.b64decode(words), "<u4").reshape(m, n)
+                if word.itemsize == 1:
+                    yield from ((f"{prefix}/s{part}", np.ones(1, np.float32)) for part in "ab")
+        except (zlib.error, binascii.Error, AttributeError, TypeError) as error:
+            raise ValueError(f"case {case!r}: {error}") from error
+
+
+def _corner(case: "Case") -> tuple[int, int, int, bytes]:
+    """Sizes m, k, n, and the bytes of the operands' corner."""
+    if isinstance(case.a, Quantized) and isinstance(case.b, Quantized):
+        a, b = (x.data[:SCRIPT_CORNER].contiguous().view(torch.uint8) for x in (case.a, case.b))
+        return len(a), a.shape[1], len(b), a.numpy().tobytes() + b.numpy().tobytes()
+    a, b = case.a[:SCRIPT_CORNER], case.b[:, :SCRIPT_CORNER]  # type: ignore[index]
+    words = b"".join(x.contiguous().view(torch.int16).numpy().tobytes() for x in (a, b))
+    return len(a), a.shape[1], b.shape[1], words

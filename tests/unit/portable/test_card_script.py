@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.portable import card_script, conformance
+from tp_invariant_recipes.portable import conformance
 
 RECORDED = {case.name: case for case in conformance.built_in().cases}
-BF16 = [name for name in card_script.CASES if name.startswith("bf16/")]
+BF16 = [name for name in conformance.SCRIPT_CASES if name.startswith("bf16/")]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_the_file_is_short_and_imports_torch_alone(card):
     assert "tp_invariant_recipes" not in text.split('"""', 2)[2]
 
 
-@pytest.mark.parametrize("case", card_script.CASES)
+@pytest.mark.parametrize("case", conformance.SCRIPT_CASES)
 def test_its_operands_and_its_first_definition_are_those_of_an_h200(card, case):
     a, b = card.operands(case)
     recorded = RECORDED[case].bits[: a.shape[0], : b.shape[1]]

@@ -46,9 +46,7 @@ def conformance(
     from tp_invariant_recipes.portable import conformance as cases  # torch: seconds
 
     if script is not None:
-        from tp_invariant_recipes.portable import card_script
-
-        write_atomically(script, card_script.render(script.name).encode())
+        write_atomically(script, cases.render_script(script.name).encode())
         terminal.print_text(f"{script}: needs torch; run it where the GPU is: python {script.name}")
         return
     if check is not None:

@@ -16,7 +16,7 @@ from tp_invariant_recipes.features.inference.output import DIGEST
 from tp_invariant_recipes.features.score.vocabulary import VocabularyRows
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics.layers import cross_entropy
-from tp_invariant_recipes.numerics.modes.tree import Tree
+from tp_invariant_recipes.numerics.mode import Mode
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 BLOCK = 1024  # tokens whose logits exist at a time
@@ -50,7 +50,7 @@ class Head:
     """
 
     def __init__(
-        self, model: Any, mode: Tree | None, wanted: Wanted, table: VocabularyRows | None, *, alone: bool
+        self, model: Any, mode: Mode | None, wanted: Wanted, table: VocabularyRows | None, *, alone: bool
     ) -> None:
         self.wanted, self.alone, self.table = wanted, alone, table
         self.layer = model.output_layer

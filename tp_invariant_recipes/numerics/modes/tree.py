@@ -1,12 +1,9 @@
 """numerics=tree, the default: every sum that crosses ranks is a tree over virtual shards."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.replacement import Replacement
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
@@ -19,19 +16,8 @@ if TYPE_CHECKING:
 ON_GPU = f"fixed tiles 1 (Triton {installed('triton')})"
 
 
-class Tree:
-    """Equal bits for every layout on one GPU architecture, and for every layout on one kind of CPU.
-
-    Every mode derives from it: an arithmetic whose bits do not depend on the layout.
-
-    name:             the value of numerics.mode.
-    covers:           of mode.EXPERTS … FP64_NORM, what it has invariant versions of; check/invariant/ refuses the rest.
-    graphs:           options of cuda_graph= that its layers were captured with.
-    any_machine:      whether every machine that computes it gives the same bits, not one architecture alone.
-    tries_products:   whether cuBLAS computes after a trial (numerics/products/defined.py), at a cost in memory.
-    gathers_operands: whether a rank holds whole operands of a split product.
-    layers:           stock class -> MODULE:CLASS of this package, where they differ from megatron/spec.py's table.
-    """
+class Tree(mode.Mode):
+    """Equal bits for every layout on one GPU architecture, and for every layout on one kind of CPU."""
 
     name: str = "tree"
     covers: frozenset[str] = frozenset(
@@ -56,51 +42,35 @@ class Tree:
         }
     )
     graphs: frozenset[str] = mode.ALL_GRAPHS
-    any_machine: bool = False
-    tries_products: bool = True
-    gathers_operands: bool = False
-    layers: Mapping[str, str] = MappingProxyType({})
 
     def definition(self, device: str) -> str | None:
-        """Return the version of a product as a ledger's header names it (`product` in `device`); None: a library's.
-
-        device: "cpu" or "gpu".
-        """
+        """Return the version of the fixed tiles; on a CPU a library computes."""
         return ON_GPU if device == "gpu" else None
 
     def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
-        """Raise RunError if the device computes other bits than the mode defines.
-
-        Any machine will do whose fixed tiles walk k in order: products are defined on the one at hand.
-
-        gpu: its index; None: the CPU. fp8: the run has products in FP8.
-        """
+        """Any machine will do whose fixed tiles walk k in order: products are defined on the one at hand."""
         if gpu is not None:
             from tp_invariant_recipes.numerics.products.order import require_order
 
             require_order(f"cuda:{gpu}")
 
     def operands(self) -> "Plain":
-        """Return what the layers' products compute with, in bf16 or fp32 (numerics/layers/formats/)."""
+        """Return those of the shards."""
         from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 
         return PLAIN
 
     def norm(self) -> "norm.NormKernels":
-        """Forward and backward pass of RMSNorm."""
+        """Return the library's."""
         from tp_invariant_recipes.numerics.layers import norm
 
         return norm.LIBRARY
 
     def cross_entropy(self) -> "cross_entropy.LossKernels":
-        """Return sums and gradients over the vocabulary."""
+        """Return the library's."""
         from tp_invariant_recipes.numerics.layers import cross_entropy
 
         return cross_entropy.LIBRARY
-
-    def replacements(self) -> tuple[Replacement, ...]:
-        """Rows beyond those of megatron/replacements.py."""
-        return ()
 
 
 MODE = Tree()

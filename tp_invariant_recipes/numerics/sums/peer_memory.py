@@ -32,7 +32,6 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.peer_add import peer_add
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.numerics.settings import PEERS, PeerMemory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.start.start_clock import CLOCK, KERNELS
 
@@ -204,7 +203,7 @@ class PeerGather:
 
 
 _peers: dict[Any, Peers | None] = {}  # by process group
-_choice: list[PeerMemory] = ["never"]  # of this process, until a run chooses
+_choice: list[str] = ["never"]  # of this process, until a run chooses
 
 
 def peers_of(mesh: VirtualMesh, operand: Tensor, size: int) -> Peers | None:
@@ -228,7 +227,7 @@ def forget() -> None:
     _peers.clear()
 
 
-def choose(choice: PeerMemory) -> None:
+def choose(choice: str) -> None:
     """Have this process follow a value of device.peer_memory."""
     _choice[0] = choice
 
@@ -254,7 +253,7 @@ def _tried(group: Any, device: torch.device) -> Peers | None:
 
 def _unsuitable(group: Any, device: torch.device) -> str | None:
     """Return why a group's ranks cannot read each other's memory, the same on every rank; None: they may."""
-    if group.size() not in PEERS or dist.get_backend(group) != "nccl":
+    if group.size() not in gpus.PEERS or dist.get_backend(group) != "nccl":
         return f"{group.size()} ranks over {dist.get_backend(group)}"
     return _hosts_problem(group, device)
 
