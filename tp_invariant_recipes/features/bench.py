@@ -21,6 +21,8 @@ from tp_invariant_recipes.launch.local import Outcome, Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.numerics.mode import MODES as INVARIANT_MODES
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.result import Result
@@ -36,12 +38,12 @@ _SUFFIXES = {
 # Mode -> its overrides.
 MODES = {
     f"{mode}{suffix}": (f"numerics={mode}", *added)
-    for mode in ("stock", "tree", "gather", "portable")
+    for mode in (STOCK, *INVARIANT_MODES)
     for suffix, added in _SUFFIXES.items()
 }
 # Overrides that a mode has no use for begin so.
 _SHARDS = ("virtual_shards", "data_shards", "context_shards", "expert_groups", "grad_norm", "clip_rounding")
-IDLE = {"stock": ("device.peer_memory", *(f"numerics.{name}" for name in _SHARDS))}
+IDLE = {STOCK: ("device.peer_memory", *(f"numerics.{name}" for name in _SHARDS))}
 
 
 @dataclass(frozen=True)
