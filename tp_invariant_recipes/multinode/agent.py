@@ -17,7 +17,7 @@ queued again. The keys of the rendezvous, in the order in which nodes set them:
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -365,10 +365,10 @@ def _wait_for_others(
 ) -> list[Any]:
     """Wait until each other node that joined has set its key; return the values. Raises Stopped.
 
-    patience: seconds; None: as long as `tick` raises nothing.
+    patience: seconds; None: as long as `tick` raises nothing. Nobody waits again for a node that was too late once.
     """
     deadline = None if patience is None else time.monotonic() + patience
-    numbers: Iterable[int] = range(1, rendezvous.node.count)
+    numbers = [number for number in range(1, rendezvous.node.count) if number not in rendezvous.late]
     if key not in ("joined", "arrived"):
         numbers = [number for number in numbers if rendezvous.has(f"joined/{number}")]
     keys = [f"{key}/{number}" for number in numbers]
@@ -376,7 +376,9 @@ def _wait_for_others(
         if (values := rendezvous.get_all(keys)) is not None:
             return values
         if deadline is not None and time.monotonic() > deadline:
-            return [value for node_key in keys if (value := rendezvous.get(node_key)) is not None]
+            there = {number: rendezvous.get(node_key) for number, node_key in zip(numbers, keys, strict=True)}
+            rendezvous.late |= {number for number, value in there.items() if value is None}
+            return [value for value in there.values() if value is not None]
         _pause(rendezvous, tick, stoppable=stoppable)
 
 

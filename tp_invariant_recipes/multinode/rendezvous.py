@@ -209,6 +209,7 @@ class Rendezvous:
         from torch.distributed import DistError, TCPStore
 
         self.node, self.stop = node, stop
+        self.late: set[int] = set()  # nodes that the first waits for no more
         self._lost: type[Exception] = DistError
         self._file = run / f".job-{node.job}-{node.restart}.secret"
         self._secret = self._new_secret() if node.first else b""

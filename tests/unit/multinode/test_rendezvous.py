@@ -13,7 +13,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Attempt
 from tp_invariant_recipes.machine.network import address_towards, interface
-from tp_invariant_recipes.multinode import rendezvous
+from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
 from tp_invariant_recipes.runs.attempts import consecutive_failures
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -189,3 +189,11 @@ def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monk
         return
     with pytest.raises(RunError, match=r"^n2 of n\[0-2\] has given no sign of life for 0 s"):
         looks()
+
+
+@pytest.mark.timeout(30)
+def test_nobody_waits_twice_for_a_node_that_is_gone(first):
+    for key in ("joined/1", "joined/2", "ended/1", "left/1"):
+        first.set(key)
+    assert agent._wait_for_others(first, "ended", 0.2) == [True]
+    assert agent._wait_for_others(first, "left", None) == [True]
