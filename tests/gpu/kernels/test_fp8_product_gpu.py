@@ -255,23 +255,3 @@ def test_fast_accumulation_has_other_bits():
     result = fp8.product(a, b, torch.empty(256, 256, device="cuda"))
     fast = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=FP32, use_fast_accum=True)
     assert (result != fast).float().mean() > 0.5
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("kind", KINDS)
-def test_speed(kind):
-    """Milliseconds of a product of Qwen3-8B at 8192 tokens, by cuBLAS and by fixed tiles; run with -s."""
-    a, b = drawn(kind, 8192, 12288, 4096, (E4M3, E4M3))
-    out = torch.empty(8192, 12288, device="cuda", dtype=BF16)
-    times = {}
-    for name, product in (("cuBLAS", fp8_cublas.launch), ("fixed tiles", fp8_tiles.product)):
-        product(a, b, out, False)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(20):
-            product(a, b, out, False)
-        last.record()
-        torch.cuda.synchronize()
-        times[name] = first.elapsed_time(last) / 20
-    print(f"\n{kind}:", *(f"{name} {time:.3f} ms" for name, time in times.items()))
-    assert times["fixed tiles"] < 3 * times["cuBLAS"]

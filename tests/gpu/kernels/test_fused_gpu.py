@@ -1,8 +1,5 @@
 """What stands for Megatron's compiled functions has their bits, and no rank imports torch's compiler for them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
@@ -35,32 +32,3 @@ def test_swiglu(features, dtype):
 def test_residual_addition(dtype):
     x, residual = (numbers(517, 1, 4096, dtype=dtype, seed=n) for n in range(2))
     assert same_bits(residual + x, fused_bias_dropout.bias_dropout_add_fused_train((x, None), residual, 0.0))
-
-
-# Prints whether the compiler is imported when a step ends.
-RUN = """
-import sys
-from tp_invariant_recipes.features.train import rank
-train = rank.train
-def started(*arguments):
-    from megatron.bridge.training import train as loop
-    step = loop.train_step
-    def train_step(*args, **kwargs):
-        result = step(*args, **kwargs)
-        print("COMPILER", "torch._inductor.compile_fx" in sys.modules, flush=True)
-        return result
-    loop.train_step = train_step
-    train(*arguments)
-rank.train = started
-from tp_invariant_recipes.cli.main import main
-main()
-"""
-
-
-@pytest.mark.parametrize("mode, imported", (("tree", False), ("portable", False), ("stock", True)))
-def test_no_rank_imports_the_compiler_for_its_first_step(tmp_path, mode, imported):
-    """The second start, which does not call Bridge's recipe: that imports the compiler, and ranks are forked."""
-    for run in ("first", "second"):
-        words = ("train", "qwen3_toy", "iters=1", f"numerics={mode}", f"run.dir={tmp_path}/{run}")
-        subprocess.run([sys.executable, "-c", RUN, *words], check=True, timeout=120)
-    assert f"COMPILER {imported}" in (tmp_path / "second" / "logs" / "rank-0.log").read_text()

@@ -7,7 +7,6 @@ from tests.operands import same_bits
 from tests.unit.kernels.products.test_mxfp8 import operand
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products import quantize as definition
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
 from tp_invariant_recipes.numerics.products import quantize
 
@@ -149,21 +148,3 @@ def test_weights_anywhere_in_memory_are_rounded_in_one_launch(rows):
         assert all(same_bits(a.cpu(), b) for a, b in zip(results, mxfp8.of_weights(weights, rows=rows), strict=True))
     other = mxfp8.of_weights(there, rows=not rows)
     assert not any(same_bits(a, b) for a, b in zip(results, other, strict=True))
-
-
-def test_nothing_waits_for_the_gpu():
-    x = _operand(_normal)
-    quantize.of_tensor(x, E4M3, None)
-    groups = Groups((100, ROWS - 100), torch.tensor((100, ROWS - 100)).cuda())
-    mxfp8.sides(x, E4M3, groups=Groups((100, ROWS - 100), groups.counts))  # compiled
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        quantize.transposed(quantize.of_tensor(x, E4M3, None))
-        quantize.along_rows(x, E4M3)
-        quantize.along_columns(x, E5M2)
-        quantize.along_both(x, E4M3)
-        quantize.of_tensor_both_ways(x, E5M2, None)
-        quantize.of_blocks_both_ways(x)
-        mxfp8.sides(x, E4M3, groups=groups)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

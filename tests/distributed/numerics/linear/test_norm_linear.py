@@ -1,17 +1,12 @@
 """A norm and the product after it as one function of autograd have the bits of two."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.distributed.ranks import on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.linear import linear, norm_linear
-from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, layer_norm, rms_norm
-from tp_invariant_recipes.numerics.megatron import base
-from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, rms_norm
 
 EPS, SHARDS, S, B, K, N = 1e-6, 8, 16, 2, 64, 48
 WANTED = ((True, True, True), (True, False, False), (False, True, False), (False, False, True))
@@ -78,27 +73,3 @@ def test_one_function_has_the_bits_of_two(ranks):
             assert equal(first, second)
             assert [gradient is not None for gradient in first[1:]] == [*wanted]
             assert not wanted[0] or not equal(second, other)
-
-
-@pytest.mark.parametrize("name, fused", (("tree", True), ("gather", False)))
-def test_a_layer_uses_it_where_products_are_the_tree_s(monkeypatch, name, fused):
-    calls = []
-    original = norm_linear.norm_column_parallel
-    monkeypatch.setattr(base, "norm_column_parallel", lambda *operands: calls.append(1) or original(*operands))
-    layer = base.ColumnForward.__new__(base.ColumnForward)
-    layer.config, layer.segments = (
-        SimpleNamespace(invariant_mode=name, sequence_parallel=False, layernorm_zero_centered_gamma=False),
-        2,
-    )
-    layer.mesh = mesh = VirtualMesh(SHARDS, 1, 0)
-    x, gain, weight, bias = torch.randn(S, B, K), torch.randn(K), torch.randn(2 * N, K), torch.randn(2 * N)
-    normal = rms_norm(x, gain, EPS, mesh, NormShards.SEQUENCE_WHOLE)
-    operands = mode.named_mode(name).operands()
-    expected = linear.column_parallel(normal, weight, mesh, 2, False, operands)
-    assert same_bits(layer.norm_column(x, (gain, None), EPS, weight, None), expected)
-    assert same_bits(layer.norm_column(x, (gain, None), EPS, weight, bias), expected + bias)
-    assert len(calls) == 2 * fused
-    shift = torch.randn(K)
-    shifted = linear.column_parallel(layer_norm(x, gain, shift, EPS, mesh, False), weight, mesh, 2, False, operands)
-    assert same_bits(layer.norm_column(x, (gain, shift), EPS, weight, None), shifted)
-    assert len(calls) == 2 * fused

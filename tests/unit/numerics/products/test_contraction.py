@@ -146,24 +146,6 @@ def test_small_sums_go_one_by_one_unless_a_graph_launches_them(kernel_stand_in, 
     assert bool(launches) == at_once
 
 
-# Megatron's setting -> whether a layer's launches become part of a graph. Programs of others may lack it.
-GRAPHS = (({}, False), ({"cuda_graph_impl": "none"}, False), ({"cuda_graph_impl": "transformer_engine"}, True))
-
-
-def mesh_of_a_layer(**setting):
-    from tp_invariant_recipes.numerics.megatron.base import OnMesh
-
-    layer = OnMesh()
-    layer.config = SimpleNamespace(virtual_shards=4, context_parallel_size=1, **setting)
-    layer.tp_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    return layer.mesh
-
-
-@pytest.mark.parametrize("setting, graphs", GRAPHS)
-def test_a_layer_knows_whether_graphs_launch_it(setting, graphs):
-    assert mesh_of_a_layer(**setting).graphs == graphs
-
-
 def without_borders(a, b, out, cut, add):
     fixed_tile_product(a, b, out, add=add)
 
@@ -198,18 +180,6 @@ def test_a_batch_has_the_bits_of_one_by_one(batch_stand_in, shards, segments):
     separate = contraction._looped(a, b, mesh, sizes, exact_product)
     assert same_bits(nodes, repeated)
     assert same_bits(folded_nodes(nodes), folded_nodes(separate))
-
-
-def test_a_batch_reads_operands_where_they_lie(batch_stand_in):
-    """Transposed, in slices, with gaps, and segments of different sizes, as Mamba's."""
-    batch_stand_in(exact_batch)
-    a, b, _ = segmented_operands(4, 2)
-    wide_a, wide_b = torch.randn(130, 30).bfloat16(), torch.randn(26, 2 * 130).bfloat16()
-    wide_a[1:129, 3:27], wide_b[2:22, 4:132] = a.t(), b.t()
-    mesh, sizes = VirtualMesh(4, 1, 0), (32, 96)
-    nodes = contraction.nodes(wide_a[1:129, 3:27].t(), wide_b[2:22, 4:132].t(), mesh, sizes, exact_product)
-    assert list(contraction._batch_is_exact.values()) == [True]
-    assert same_bits(folded_nodes(nodes), folded_nodes(contraction._looped(a, b, mesh, sizes, exact_product)))
 
 
 def backwards(a, b, out, add):
@@ -278,16 +248,6 @@ def test_live_operands_are_checked_on_request(kernel_stand_in, batch_stand_in, m
         contraction.nodes(a * 1000, b, mesh, sizes, exact_product)
     monkeypatch.setattr(cublas, "checking", lambda: False)
     contraction.nodes(a * 1000, b, mesh, sizes, exact_product)  # the control: nobody asks
-
-
-def test_another_triton_is_not_tried(monkeypatch):
-    """The control: the version that is installed here compiles the kernel (test_restarting_compiled.py)."""
-    contraction._compiles.cache_clear()
-    monkeypatch.setattr(contraction, "installed", lambda name: "3.7.0")
-    assert not contraction._compiles()
-    contraction._compiles.cache_clear()
-    monkeypatch.undo()
-    assert contraction._compiles()
 
 
 def matrix(rows, columns, *, transposed=False, dtype=torch.bfloat16, place=0, cuda=True):

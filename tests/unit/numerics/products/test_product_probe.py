@@ -251,18 +251,6 @@ def test_settings_of_torch_distinguish_products(owner, setting, values):
     assert len(seen) == 2
 
 
-def test_the_older_setting_of_fp32_products_distinguishes_them():
-    before, seen = torch.backends.cuda.matmul.fp32_precision, set()
-    try:
-        for value in ("highest", "high"):
-            torch.set_float32_matmul_precision(value)
-            seen.add(cublas_product.settings())
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.fp32_precision = before
-    assert len(seen) == 2
-
-
 @pytest.mark.parametrize("add", (False, True))
 def test_live_operands_are_checked_on_request(library, monkeypatch, add):
     library(lies_about_large_numbers)

@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers import embedding
 from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.megatron import data_parallel
-from tp_invariant_recipes.numerics.sums import data_shards
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.expert_groups import order_of_visits
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -79,14 +77,6 @@ def test_shards_that_take_turns_are_added_as_a_tree(shards, turns, each):
     assert len(kept) == width - 1 + (shards // turns).bit_length() - 1
 
 
-def test_an_exchange_goes_piece_by_piece(monkeypatch):
-    monkeypatch.setattr(data_shards, "PIECE", 16)
-    first, other = torch.arange(40.0), -torch.arange(40.0)
-    data_shards._exchange(first, other)
-    assert first.tolist() == (-torch.arange(40.0)).tolist()
-    assert other.tolist() == torch.arange(40.0).tolist()
-
-
 def test_a_rank_that_has_half_of_the_shards_has_half_of_the_tree():
     values, nodes = _micro_batches(8), []
     for half in values.chunk(2):
@@ -150,34 +140,6 @@ def test_a_counter_may_have_no_gradients(each):
         counter.restart()
 
 
-PASSES = {"copy_": 2, "zero_": 1, "add_": 3, "add": 3}  # operation -> reads and writes of a tensor
-
-
-class _Passes(TorchDispatchMode):
-    """Counts them."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += PASSES.get(func.overloadpacket.__name__, 0)
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("shards, each, passes", ((2, 1, 0), (4, 1, 6), (8, 1, 16), (2, 2, 6), (4, 2, 16), (8, 2, 36)))
-def test_a_step_reads_and_writes_the_gradients_as_often_as_the_documents_say(shards, each, passes):
-    gradient = torch.zeros(40)
-    counter = ShardCounter(shards, each, lambda: [gradient])
-    for _ in range(2):
-        with _Passes() as step:
-            for _ in range(shards * each):
-                counter.end_micro_batch()
-            counter.finish(gradient)
-            counter.restart()
-    assert step.count == passes == (5 * counter.nodes - 4 if counter.nodes > 1 else 0)
-
-
 TOKENS, WIDTH, ROWS = 24, 16, 5  # every number occurs several times in a sequence
 
 
@@ -233,43 +195,6 @@ def test_a_second_gradient_of_a_weight_in_a_leaf_is_an_error():
             used(2)
 
 
-def test_a_backward_pass_waits_for_the_sums_beside_the_forward_pass(monkeypatch):
-    """The order of what a GPU would get."""
-    done = []
-
-    class Stream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            done.append(f"{self.name} waits for {other.name}")
-
-        def wait_event(self, event):
-            done.append(f"{self.name} waits for {event}")
-
-        def record_event(self):
-            done.append(f"{self.name} records")
-            return "the sums"
-
-    device, main = torch.device("cuda", 0), Stream("main")
-    monkeypatch.setattr(data_shards, "_streams", {device: Stream("beside")})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(done.append(f"on {stream.name}")))
-    with data_shards._beside_the_forward_pass(device):
-        done.append("adds")
-    for _ in range(2):
-        data_parallel.ending_a_micro_batch(lambda: done.append("backward"))()
-    assert done == [
-        "beside waits for main",
-        "on beside",
-        "adds",
-        "beside records",
-        "main waits for the sums",
-        "backward",
-        "backward",
-    ]
-
-
 def test_a_pass_that_adds_several_times_forms_no_pairs():
     counters = [ShardCounter(4, 1, list, once=once) for once in (True, False)]
     assert [(counter.pairs, counter.nodes) for counter in counters] == [(True, 2), (False, 4)]
@@ -281,15 +206,6 @@ def test_a_ranks_sums_are_added_as_neighbours_of_a_tree():
     bucket = SimpleNamespace(offset=0, grad_data=sums[0], buffers=sums, gradient_scaling_factor=1.0)
     data_parallel._complete(SimpleNamespace(buckets=[bucket]))
     assert bucket.grad_data.item() == 1.0
-
-
-def test_the_guard_hears_of_a_micro_batch_before_its_gradients_are_put_away(monkeypatch):
-    done: list[str] = []
-    counter = SimpleNamespace(shards=2, end_micro_batch=lambda: done.append("put away"))
-    model = SimpleNamespace(shard_counters=[counter])
-    monkeypatch.setattr(data_parallel, "micro_batch_listener", lambda model: done.append("heard"))
-    data_parallel.ending_a_micro_batch(lambda: data_parallel._touched.update({0: model}))()
-    assert done == ["heard", "put away"]
 
 
 @pytest.mark.parametrize("contexts, wanted", ((2, 1), (None, None)))
