@@ -199,7 +199,7 @@ def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:
             seen.add((status.st_dev, status.st_ino))
             if not _OF_A_RUN.isdisjoint(os.listdir(path)):  # it is a run directory, or was meant to be one
                 yield path
-            elif not (path / "passes.json").exists():  # of a benchmark: ledgers of turns, which are no runs
+            else:
                 waiting += [entry for entry in _entries(path) if not entry.name.startswith(".")]
         except OSError as error:
             yield path, f"cannot be read: {error.strerror or error}"

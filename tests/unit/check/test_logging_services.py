@@ -1,7 +1,5 @@
 """`logging=wandb`, `mlflow` and `comet`: what a run needs for them, fills in and refuses, and the lines at its end."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.unit.check.refusals import problems_of
@@ -9,7 +7,6 @@ from tp_invariant_recipes.check.hosts.machine import RULES, PendingRun
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.launch import plan
-from tp_invariant_recipes.runs import overview
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.start import needed
@@ -88,19 +85,3 @@ def test_a_secret_is_refused_without_its_value(override, says):
     (problem,) = problems_of(f"logging={kind}", override)
     assert problem.startswith(says)
     assert "hunter2" not in problem
-
-
-def test_the_end_of_a_run_names_commands(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = RunDir(Path("runs/a b"))
-    assert (overview.places(run)["mlflow_ui"], overview.places(run)["comet_upload"]) == (None, None)
-    run.mlflow.mkdir(parents=True)
-    run.comet.mkdir()
-    assert overview.places(run)["comet_upload"] is None
-    (run.comet / "1.zip").touch()
-    assert overview.place_lines(overview.places(run)) == [
-        "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri 'runs/a b/mlflow'",
-        "comet upload 'runs/a b/comet/1.zip'",
-    ]
-    (run.comet / "2.zip").touch()
-    assert overview.places(run)["comet_upload"] == "comet upload 'runs/a b/comet'/*.zip"

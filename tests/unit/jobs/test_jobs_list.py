@@ -66,15 +66,6 @@ def test_without_the_controller_run_directories_speak(cli, slurm, submitted, nam
 
 
 @pytest.mark.usefixtures("no_slurm")
-@pytest.mark.parametrize("command", (["wait", "a"], ["cancel", "a"], ["logs", "-f", "a"]), ids=lambda c: c[0])
-def test_where_slurm_is_not_installed_commands_that_need_it_say_so(cli, submitted, command):
-    submitted()
-    ended = cli(*command)
-    assert (ended.status, ended.out) == (2, "")
-    assert "SLURM is not installed here" in ended.err
-
-
-@pytest.mark.usefixtures("no_slurm")
 def test_without_any_job_the_list_says_so(cli):
     ended = cli("jobs")
     assert (ended.status, ended.out) == (0, "none in the queue or ended within a day; --all lists all\n")

@@ -250,14 +250,6 @@ def test_a_reason_that_begins_with_a_heading_has_the_line_below_it(cli):
     assert cli("runs").status == 0
 
 
-def test_turns_of_a_benchmark_are_no_runs():
-    a_run("bench/modes/tree")
-    (Path("runs/bench/bench/pass-0")).mkdir(parents=True)
-    Path("runs/bench/bench/passes.json").touch()
-    Path("runs/bench/bench/pass-0/ledger.jsonl").touch()
-    assert [str(row.run) for row in overview.rows(Path("runs"))] == ["runs/bench/modes/tree"]
-
-
 def test_no_folder_and_no_run(cli):
     assert cli("runs").out == "no run below runs\n"
     ended = cli("runs", "nowhere")
@@ -355,3 +347,9 @@ def test_the_end_of_a_run_says_where_things_are():
     (run / "wandb" / "run-1-x").mkdir(parents=True)
     assert overview.places(RunDir(run))["wandb_sync"] is None
     assert "wandb: runs/a b/wandb" in overview.place_lines(overview.places(RunDir(run)))
+    for kind, name in (("mlflow", ""), ("comet", "1.zip")):
+        (run / kind / name).mkdir(parents=True)
+    assert overview.place_lines(overview.places(RunDir(run)))[3:5] == [
+        "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri 'runs/a b/mlflow'",
+        "comet upload 'runs/a b/comet/1.zip'",
+    ]
