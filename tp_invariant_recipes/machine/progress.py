@@ -23,6 +23,15 @@ PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False, "tr
 ProgressFn = Callable[[int, int], None]  # done, of how many
 
 
+def estimate(begun: float, before: int, done: int, total: int) -> str:
+    """Return the end of a sentence, how long the rest takes; empty: not known, or no word worth.
+
+    begun: when `before` of `total` were done, by time.monotonic().
+    """
+    left = (time.monotonic() - begun) * (total - done) / (done - before) if done > before else 0
+    return f", about {timedelta(seconds=round(left))} left" if left >= LEAST else ""
+
+
 class Counter:
     """Shows counts from PATIENCE seconds on, with an estimate of the time left. Use as a context manager.
 
@@ -68,9 +77,7 @@ class Counter:
                 first.append((now, done))
             if now < self._due:
                 return
-            (begun, before) = first[0]
-            left = (now - begun) * (total - done) / (done - before) if done > before else 0
-            words = f"{line()}, about {timedelta(seconds=round(left))} left" if left >= LEAST else line()
+            words = f"{line()}{estimate(*first[0], done, total)}"
             if self._console.is_terminal:
                 self._bar.start()
                 self._bar.update(self._task, description=words, completed=done, total=total)

@@ -25,13 +25,13 @@ def begun(here, *overrides: str, model: str = "qwen3_toy") -> campaign.Campaign:
     where, state = campaign.new(model, ["device=cpu", *overrides], here / "audits")
     where.path.mkdir(parents=True)
     campaign._write_texts(where.texts)
-    return campaign.Campaign(where, state, lambda trial: None, scripts=False)
+    return campaign.Campaign(where, state, lambda *_: None, scripts=False)
 
 
 def test_a_refusal_leaves_no_directory(here):
     where, state = campaign.new("qwen3_toy", ["device=cpu", "model.num_layers=0"], here / "audits")
     with pytest.raises(ConfigError):
-        campaign.execute(where, state, lambda trial: None, resume=False)
+        campaign.execute(where, state, lambda *_: None, resume=False)
     assert not where.path.exists()
 
 

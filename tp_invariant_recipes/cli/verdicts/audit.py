@@ -1,5 +1,6 @@
 """`tpi audit`."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -124,9 +125,9 @@ def _all(
     as_json: bool,
 ) -> None:
     """Run a campaign, print every verdict as it comes, and end with the status."""
-    from tp_invariant_recipes.features.audit import campaign
+    from tp_invariant_recipes.features.audit import campaign, options
     from tp_invariant_recipes.features.audit.result import Trial, coloured
-    from tp_invariant_recipes.machine.progress import busy
+    from tp_invariant_recipes.machine.progress import busy, estimate
 
     if (model is None) == (resume is None):
         raise ConfigError("--all audits a MODEL; --resume DIR continues a stopped one: give one of them")
@@ -139,8 +140,13 @@ def _all(
         where, state = campaign.new(model, overrides, directory)
     terminal.print_line(console, f"audit directory {where.path}")
 
-    def show(trial: Trial) -> None:
-        line = coloured(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {' '.join(trial.settings)}", trial.verdict)
+    first: list[tuple[float, int]] = []
+
+    def show(trial: Trial, done: int, total: int) -> None:
+        first.append((time.monotonic() - trial.seconds, done))  # the first counts
+        settings = " ".join(map(options.label, trial.settings))
+        count = f"{done} of {total} pairs{estimate(*first[0], done, total)}"
+        line = coloured(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {settings}", trial.verdict) + Text(f"  {count}")
         terminal.print_line(console, line if trial.sound else line + Text(f"\n    {trial.text}"))
 
     with busy(console, "importing Megatron-Bridge and choosing cells"):

@@ -32,6 +32,7 @@ from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 
 RANKS = 4  # at most, of a cell
+OnTrial = Callable[[Trial, int, int], None]
 Job = tuple[Cell, tuple[str, ...]]  # a cell, and sizes smaller than the campaign's
 
 
@@ -48,10 +49,11 @@ class State:
 class Campaign:
     """All audits of a model in a directory.
 
-    on_trial: is told of every verdict as it comes. scripts: write a program for each fault that a layer alone has.
+    on_trial: is told of every verdict as it comes, how many pairs of settings are covered, and of how many.
+    scripts: write a program for each fault that a layer alone has.
     """
 
-    def __init__(self, where: CampaignDir, state: State, on_trial: Callable[[Trial], None], *, scripts: bool) -> None:
+    def __init__(self, where: CampaignDir, state: State, on_trial: OnTrial, *, scripts: bool) -> None:
         self.where, self.state, self._on_trial, self._scripts = where, state, on_trial, scripts
         self._device = plan.detect_device()
         self._refused: set[Cell] = set()
@@ -160,7 +162,8 @@ class Campaign:
         if trial is not None:
             self.state.trials.append(trial)
             self._write()
-            self._on_trial(trial)
+            total = self._covering.total
+            self._on_trial(trial, total - len(self._covering.pending), total)
         return job, trial
 
     def _audited(self, cell: Cell, sizes: tuple[str, ...] = ()) -> Trial | None:
@@ -270,7 +273,7 @@ def resumed(directory: Path) -> tuple[CampaignDir, State]:
 def execute(
     where: CampaignDir,
     state: State,
-    on_trial: Callable[[Trial], None],
+    on_trial: OnTrial,
     *,
     resume: bool,
     exitfirst: bool = False,

@@ -45,6 +45,17 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "packing": ("dataset.enable_offline_packing=true", "dataset.enable_offline_packing=false"),
 }
 
+_AXES = {setting: (name, axis) for name, axis in OPTIONS.items() for setting in axis}
+
+
+def label(setting: str) -> str:
+    """Return a short name of a setting: the axis of an option, with the value that no other of the axis has."""
+    name, axis = _AXES.get(setting, (setting, ()))
+    others = {word for other in axis if other != setting for word in other.split()}
+    own = next((word for word in setting.split() if word not in others), None) if others else None
+    return f"{name}:{own.rpartition('=')[2]}" if own else name
+
+
 # Field of a model -> the largest value that is tried.
 _LARGEST = {
     **dict.fromkeys(("hidden_size", "moe_ffn_hidden_size"), 64),

@@ -4,6 +4,7 @@ from itertools import combinations
 
 import pytest
 
+from tp_invariant_recipes.features.audit import options
 from tp_invariant_recipes.features.audit.pairwise import MOST, Covering, pairs, shrunk
 
 AXES = (
@@ -70,3 +71,13 @@ def test_a_fault_is_shrunk_to_its_cause(cause):
 
     assert shrunk(cell, fails) == cause
     assert len(tried) == len(cell)
+
+
+def test_settings_have_short_names_of_their_own():
+    """A line of a result had 250 characters, with the folder of the texts."""
+    labels = [
+        options.label(setting) for axis in (*options.LAYOUTS.values(), *options.OPTIONS.values()) for setting in axis
+    ]
+    assert len({*labels}) == len(labels)
+    assert max(map(len, labels)) <= 24
+    assert options.label("model.num_layers=1") == "model.num_layers=1"
