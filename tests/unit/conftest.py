@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tp_invariant_recipes.settings.tables import field_table, model_table
+from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.start import bridge as host_bridge
 
 BRIDGE = "megatron.bridge"
@@ -40,4 +40,4 @@ def _fields_of_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def models_table() -> list[dict[str, Any]]:
     """What `tpi models` shows; test_model_table.py holds it to the models as they compose."""
-    return model_table.rows()
+    return field_table.rows()

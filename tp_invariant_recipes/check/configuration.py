@@ -1,19 +1,8 @@
 """All rules of a configuration, whatever machine it runs on."""
 
-from tp_invariant_recipes.check import (
-    adapters,
-    cuda_graphs,
-    environment,
-    examples,
-    guard,
-    layout,
-    precision,
-    recipe,
-    recording,
-    relations,
-    secrets,
-    weights,
-)
+from tp_invariant_recipes.check import cuda_graphs, guard, layout, recipe, recording, relations
+from tp_invariant_recipes.check import finetuning as finetuning_rules
+from tp_invariant_recipes.check import secrets as secret_rules
 from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.errors import Problem
@@ -25,15 +14,15 @@ RULES: tuple[Rule[RunConfig], ...] = (
     *relations.RULES,
     *invariance.RULES,
     *cuda_graphs.RULES,
-    *precision.RULES,
+    *relations.PRECISION_RULES,
     *recording.RULES,
     *guard.RULES,
-    *environment.RULES,
-    *secrets.RULES,
+    *secret_rules.VARIABLE_RULES,
+    *secret_rules.RULES,
     *recipe.RULES,
-    *examples.RULES,
-    *adapters.RULES,
-    *weights.RULES,
+    *finetuning_rules.EXAMPLE_RULES,
+    *finetuning_rules.ADAPTER_RULES,
+    *relations.WEIGHTS_RULES,
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings import cuda_graphs, sft
+from tp_invariant_recipes.settings import cuda_graphs, finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import GuardSettings
 
@@ -68,6 +68,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
      "interleaved stages take no part of a step", "numerics.data_shards of dp, or guard=products"),
     _shadow(lambda t: bool(t.ledger.trace),
      "a trace would see a data shard twice", "leave ledger.trace out, or guard=products"),
-    _shadow(lambda t: sft.is_sft(t.section("dataset")),
+    _shadow(lambda t: finetuning.is_sft(t.section("dataset")),
      "examples have unlike lengths, which replicas cannot exchange", "guard=products"),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """The rules of a parallel layout: the ranks, the model and the batch must divide evenly.
 
-Every degree is at least 1 when they are asked (config/bounds.py).
+Every degree is at least 1 when they are asked (check/typed.py).
 """
 
 import math
@@ -9,10 +9,8 @@ from collections.abc import Callable
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.machine.gpus import PEERS
-from tp_invariant_recipes.settings import peft
-from tp_invariant_recipes.settings.allocation import ranks_per_node
-from tp_invariant_recipes.settings.layout import ACCOUNTED, SPLIT_BY_TP, UNEVEN
-from tp_invariant_recipes.settings.run_config import Layout, RunConfig
+from tp_invariant_recipes.settings import finetuning
+from tp_invariant_recipes.settings.run_config import ACCOUNTED, SPLIT_BY_TP, UNEVEN, Layout, RunConfig, ranks_per_node
 
 LARGEST_LISTED = 4096  # the largest degree that a message proposes
 
@@ -145,10 +143,12 @@ def _stages_without_experts(config: RunConfig, layout: Layout) -> Problem | None
 
 def _stages_without_adapters(config: RunConfig, layout: Layout) -> Problem | None:
     """Such a stage has no backward pass."""
-    fields = peft.section(config)
+    fields = finetuning.section(config)
     if fields is None:
         return None
-    adapted = "".join(kinds for kinds, names in peft.OF_LAYERS.items() if {*names} & {*peft.targets(fields)})
+    adapted = "".join(
+        kinds for kinds, names in finetuning.OF_LAYERS.items() if {*names} & {*finetuning.targets(fields)}
+    )
     without = next((stage for stage in _stages(config, layout) if not {*adapted} & {*stage}), None)
     if without is None or not adapted:
         return None

@@ -8,7 +8,8 @@ from typing import Any
 from tp_invariant_recipes.check.rule import Rule, value_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings import finetuning, low_precision
+from tp_invariant_recipes.settings.low_precision import MULTIPLE
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.settings.values import value_text
@@ -348,7 +349,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
         needs=lambda t: not t.numerics.invariant and t.model.get("normalization") != "RMSNorm",
     ),
     Rule(
-        peft.loses_bias,
+        finetuning.loses_bias,
         "checkpoints of adapters lack the experts' bias, so it must stay",
         "model.moe_router_bias_update_rate=0",
         head=lambda t: "model.moe_router_bias_update_rate",
@@ -364,4 +365,99 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _on_cpu("profiling.use_nsys_profiler", "it reads a GPU"),
     _on_cpu("profiling.record_memory_history", "it reads a GPU"),
     _on_cpu("logger.log_energy", "it reads a GPU"),
+)
+
+
+# What stock numerics need for products in FP8 or FP4; invariant/fp8.py says it of invariant numerics.
+
+
+def _applies(config: RunConfig) -> bool:
+    return low_precision.enabled(config) and not config.numerics.invariant
+
+
+def _uneven(config: RunConfig) -> Iterator[Problem]:
+    must = f"FP8 and FP4 products have sides that are multiples of {MULTIPLE}"
+    for words, side in _sides(config).items() if config.device.kind == "gpu" else ():
+        if side % MULTIPLE:
+            yield Problem("", f"{must}, and {words} is {side:g}", "change it, or precision=bf16")
+
+
+def _sides(config: RunConfig) -> dict[str, float]:
+    """Return the sides of the products on one rank: name -> size."""
+    model, shape = config.model, config.shape
+    tp, etp = config.layout.tp, config.layout.etp
+    mbs = config.train["micro_batch_size"]
+    heads, width = shape.heads + 2 * shape.groups, shape.fields.get("kv_channels") or shape.hidden / shape.heads
+    sides = {
+        "seq * mbs / cp": shape.sequence * mbs / config.layout.cp,
+        "model.hidden_size": shape.hidden,
+        "the width of queries, keys and values / tp": heads * width / tp,
+    }
+    if shape.experts:
+        sides["model.moe_ffn_hidden_size / etp"] = shape.expert_width / etp
+        if shared := shape.shared_width:
+            sides["model.moe_shared_expert_intermediate_size / tp"] = shared / tp
+    else:
+        sides["model.ffn_hidden_size / tp"] = shape.ffn / tp
+    if "M" in shape.pattern:
+        inner = shape.mamba_heads * shape.mamba_width
+        states = shape.mamba_groups * shape.mamba_state
+        sides["the width of Mamba's in_proj / tp"] = (2 * (inner + states) + shape.mamba_heads) / tp
+    if families.delta_sizes(model):
+        sides["the width of a gated delta net's in_proj / tp"] = 2 * sum(families.delta_widths(model)) / tp
+    return sides
+
+
+PRECISION_RULES: tuple[Rule[RunConfig], ...] = (
+    Rule(
+        lambda t: t.device.kind != "gpu",
+        "FP8 and FP4 products need Transformer Engine on a GPU",
+        "precision=bf16, or device=gpu",
+        needs=_applies,
+    ),
+    Rule(_uneven, needs=_applies),
+)
+
+
+# Settings that contradict weights from a folder of Hugging Face.
+
+# What must be off.
+OFF = {
+    "model.init_model_with_meta_device": "the parameters have memory",
+    "ddp.use_megatron_fsdp": "they are sharded",
+    "dist.use_torch_fsdp2": "they are sharded",
+}
+
+
+def _twice(config: RunConfig) -> Problem | None:
+    both = f"weights={config.weights.folder} and checkpoint.pretrained_checkpoint"
+    problem = Problem("", f"{both} both say where weights come from", "leave out one")
+    return problem if config.at("checkpoint.pretrained_checkpoint") is not None else None
+
+
+def _initial(config: RunConfig) -> Problem | None:
+    # Adapters are new: the folder does not have them.
+    if config.numerics.invariant or config.numerics.initial_weights != "invariant" or finetuning.adapts(config):
+        return None
+    return Problem("numerics.initial_weights=invariant", f"weights={config.weights.folder} has them", "leave out one")
+
+
+def _fp8(config: RunConfig) -> Problem | None:
+    precision = config.mixed_precision
+    if not isinstance(precision, dict) or not (precision.get("fp8_param") or precision.get("fp8_param_gather")):
+        return None
+    solve = "mixed_precision.fp8_param_gather=false"
+    return Problem(f"weights={config.weights.folder}", "weights are not imported into fp8", solve)
+
+
+def _off(config: RunConfig) -> list[Problem]:
+    return [
+        Problem(f"weights={config.weights.folder}", f"{path}=false", f"weights are imported before {why}")
+        for path, why in OFF.items()
+        if config.at(path)
+    ]
+
+
+WEIGHTS_RULES = tuple(
+    Rule(test, needs=lambda t: t.weights.folder is not None) for test in (_twice, _initial, _fp8, _off)
 )

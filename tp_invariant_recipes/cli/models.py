@@ -9,8 +9,8 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.settings.nearest import nearest
-from tp_invariant_recipes.settings.tables import model_table
+from tp_invariant_recipes.settings.keys import nearest
+from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.start import needed
 
 
@@ -41,7 +41,7 @@ def models(
     if bridge:
         _recipes(family, as_json=as_json)
         return
-    rows = {row["model"]: row for row in [*model_table.rows(), *_own()]}
+    rows = {row["model"]: row for row in [*field_table.rows(), *_own()]}
     if name is not None and name not in rows:
         raise ConfigError(f"unknown model '{name}'{nearest(name, rows) or '; tpi models lists all'}")
     if as_json:

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.check import cuda_graphs as graph_rules
-from tp_invariant_recipes.check.invariant import (
-    experts,
-    graphs,
-    invariance,
-    latent,
-    multi_token,
-    packed,
-    shards,
-)
+from tp_invariant_recipes.check.invariant import invariance, shards
+from tp_invariant_recipes.check.invariant import model as model_rules
+from tp_invariant_recipes.check.invariant import modes as mode_rules
+from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.fields.catalogue import adjustable
 from tp_invariant_recipes.fields.field import NOT_SET, BridgeField, as_text
@@ -27,11 +22,10 @@ from tp_invariant_recipes.settings import (
     delta_net,
     environment,
     expert_groups,
-    layout,
+    finetuning,
     low_precision,
     muon,
-    peft,
-    sft,
+    run_config,
 )
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -49,7 +43,7 @@ _GRAPHS = "the invariant layers cannot be captured so"
 _PADDED = "the vocabulary is padded as at tp=1, in every layout"
 _CPU = "it needs a GPU"
 _CONTEXT = "so many ranks have whole heads, or whole sequences where nothing cuts them"
-_PACKING = f"dataset.{sft.PACKING}"
+_PACKING = f"dataset.{finetuning.PACKING}"
 _STAGES = "pp does not divide the layers"
 _WHOLE = "one rank computes an expert, and as many ranks share them all"
 
@@ -99,7 +93,7 @@ def _variable(variable: environment.Variable) -> Adjustment:
 
 def _examples(key: str, refused: Callable[[Any], bool]) -> Callable[[RunConfig, Any], bool]:
     """Whether an option of a dataset of examples has a refused value, or none."""
-    return lambda t, was: sft.is_sft(t.section("dataset")) and refused((was or {}).get(key))
+    return lambda t, was: finetuning.is_sft(t.section("dataset")) and refused((was or {}).get(key))
 
 
 def _with(key: str) -> Callable[[RunConfig], dict[str, Any]]:
@@ -126,23 +120,23 @@ def _captures_others(config: RunConfig, was: Any) -> bool:
 
 def _cannot_capture(config: RunConfig, was: Any) -> bool:
     return cuda_graphs.requested(config.model) and bool(
-        peft.adapts(config)
-        or sft.packing(config) is not None
-        or config.model.get(multi_token.FIELD)
-        or config.model.get(experts.LATENT)
-        or config.model.get("moe_router_load_balancing_type") == experts.GLOBAL
+        finetuning.adapts(config)
+        or finetuning.packing(config) is not None
+        or config.model.get(model_rules.MULTI_TOKEN)
+        or config.model.get(model_rules.LATENT)
+        or config.model.get("moe_router_load_balancing_type") == model_rules.GLOBAL
         or broken_rules(config, graph_rules.RULES)
-        or any(limit.broken(config) for limit in graphs.LIMITS)
+        or any(limit.broken(config) for limit in mode_rules.GRAPH_LIMITS)
     )
 
 
 def _packs(key: str, wrong: Callable[[RunConfig, Mapping[str, Any]], Any]) -> Callable[[RunConfig, Any], bool]:
     """Whether a run packs examples, and one of its settings is wrong."""
-    return lambda t, was: sft.packing(t) is not None and bool(wrong(t, {key: was}))
+    return lambda t, was: finetuning.packing(t) is not None and bool(wrong(t, {key: was}))
 
 
 def _shared_padding(config: RunConfig) -> int:
-    return packed.fitting(config, (sft.packing(config) or {}).get("pad_seq_to_mult") or 1)
+    return training_rules.fitting(config, (finetuning.packing(config) or {}).get("pad_seq_to_mult") or 1)
 
 
 def _largest_cp(config: RunConfig) -> int:
@@ -151,7 +145,9 @@ def _largest_cp(config: RunConfig) -> int:
     """
     cp, shards = config.layout.cp, config.numerics.virtual_shards
     whole = config.with_fields("model", context_parallel_size=1).with_fields("numerics", context_shards=1)
-    limits = (limit for limit in invariance.LIMITS if limit not in graphs.LIMITS)  # graphs are left out instead
+    limits = (
+        limit for limit in invariance.LIMITS if limit not in mode_rules.GRAPH_LIMITS
+    )  # graphs are left out instead
     if any(limit.broken(config) and not limit.broken(whole) for limit in limits):
         return 1
     return min(cp, max(1, shards // config.layout.tp)) if isinstance(shards, int) else cp
@@ -159,7 +155,7 @@ def _largest_cp(config: RunConfig) -> int:
 
 def _of_stage(end: int) -> Callable[[RunConfig], int | None]:
     """Return the layers of the first (0) or the last stage (1); None: the recipe says it, or pp divides the layers."""
-    return lambda t: (layout.uneven_ends(t) or (None, None))[end]
+    return lambda t: (run_config.uneven_ends(t) or (None, None))[end]
 
 
 def _is_unsaid(end: int) -> Callable[[RunConfig, Any], bool]:
@@ -245,7 +241,7 @@ ROWS: tuple[Adjustment, ...] = (
     _row(_with("pad_to_max_length"), "how far an example is padded depends on no other one", "dataset.dataset_kwargs",
          _examples("pad_to_max_length", lambda was: not was), unset=True),
     _row(_shared_padding, "virtual shards divide each packed sequence", f"{_PACKING}.pad_seq_to_mult",
-         _packs("pad_seq_to_mult", packed.uneven)),
+         _packs("pad_seq_to_mult", training_rules.uneven)),
     _row(False, "a row has the sequences that it holds", f"{_PACKING}.pad_cu_seqlens",
          _packs("pad_cu_seqlens", lambda t, specs: specs["pad_cu_seqlens"])),
     _row(True, "a sum of gradients is fp32", f"{PRECISION}.grad_reduce_in_fp32"),
@@ -258,7 +254,7 @@ ROWS: tuple[Adjustment, ...] = (
     _row("fp32", "Megatron-Core's name of it", "model.moe_router_dtype", lambda t, was: was == "float32"),
     _row(False, _ROUTER, "model.moe_router_fusion"),
     _row(0, "checkpoints of adapters lack the experts' bias", "model.moe_router_bias_update_rate",
-         lambda t, was: peft.loses_bias(t), unset=True),
+         lambda t, was: finetuning.loses_bias(t), unset=True),
     _row(False, "it is a benchmark's: the model's own router decides", "model.moe_router_force_load_balancing"),
     # Megatron's fused bias and GELU has tanh in place of erf, and so has this function.
     _row("megatron.core.activations.fast_gelu", "the bias' fused GELU is this one", "model.activation_func",
@@ -280,7 +276,8 @@ ROWS: tuple[Adjustment, ...] = (
     _row(None, _ROOM, "model.moe_expert_rank_capacity_factor"),
     _row(False, _ROOM, "model.moe_paged_stash"),
     _row(None, "gate and up stay one after the other", "model.moe_mlp_glu_interleave_size"),
-    _row(False, "it changes the sums' order", "model.apply_rope_fusion", lambda t, was: was and latent.has_it(t)),
+    _row(False, "it changes the sums' order", "model.apply_rope_fusion",
+         lambda t, was: was and model_rules.is_latent(t)),
     _row(True, "cuBLAS may otherwise add in bf16", "model.disable_bf16_reduced_precision_matmul"),
     _row(True, "the other path has no invariant version", "model.use_mamba_mem_eff_path", lambda t, was: was is False),
     _row("auto", "it has no invariant version", "model.attention_backend",
@@ -292,14 +289,14 @@ ROWS: tuple[Adjustment, ...] = (
     _row("a2a", "only the exchange of heads keeps attention whole", "model.cp_comm_type",
          lambda t, was: was not in (None, "a2a")),
     _row(None, "multi-latent attention keeps what it computed", "model.recompute_granularity",
-         lambda t, was: was and latent.has_it(t)),
+         lambda t, was: was and model_rules.is_latent(t)),
     # The result is the same for any cp. C first: it follows cp where nobody has typed it.
     _row(_largest_cp, _CONTEXT, "numerics.context_shards",
          lambda t, was: was == t.layout.cp and _is_above(t, was)),
     _row(_largest_cp, _CONTEXT, "model.context_parallel_size", _is_above),
     # So it is for any pp, ep and etp.
     *(_row(_of_stage(end), _STAGES, f"model.{field}", _is_unsaid(end), unset=True)
-      for end, field in enumerate(layout.UNEVEN)),
+      for end, field in enumerate(run_config.UNEVEN)),
     _row(_shared_by, _WHOLE, "model.expert_model_parallel_size", _splits_experts),
     _row(1, _WHOLE, "model.expert_tensor_parallel_size", _splits_experts),
     _row(expert_groups.groups_of_run, "it follows the layout", "numerics.expert_groups",

@@ -10,19 +10,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check import functions, relations, switched_off
+from tp_invariant_recipes.check import relations
+from tp_invariant_recipes.check import typed as typed_rules
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config import adjusted, graph_choice, hydra_tree
 from tp_invariant_recipes.config.identity import flat
 from tp_invariant_recipes.config.override_rules import fitting_overrides, misfits, sound_overrides
-from tp_invariant_recipes.config.overrides import Override, cluster_files, of_two_keys, parse, parse_all
-from tp_invariant_recipes.config.recipe_question import hf_folder, question, read_recipe
+from tp_invariant_recipes.config.overrides import (
+    Override,
+    cluster_files,
+    hf_folder,
+    of_two_keys,
+    parse,
+    parse_all,
+    question,
+    read_recipe,
+)
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, listed, refuse
 from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import conf_files, peft, schema
-from tp_invariant_recipes.settings.keys import SHORT_KEYS
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings import conf_files, finetuning, schema
+from tp_invariant_recipes.settings.keys import SHORT_KEYS, nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS
 from tp_invariant_recipes.settings.values import WrongType, convert
@@ -96,7 +104,7 @@ def _compose(
         eager = _adjusted(model, typed, composed)
         problems += lines(check(eager))
         paths = [override.path for override in typed]
-        of_typed = (relations.unpadded, switched_off.idle, functions.unknown)
+        of_typed = (relations.unpadded, typed_rules.idle, typed_rules.unknown)
         problems += lines(problem for rule in of_typed for problem in rule(eager, paths))
         problems += also(eager) if also else []
         if OR_STOCK in problems and {*lines(check(_under_stock(composed)))} - {*problems}:
@@ -150,8 +158,8 @@ def _typed(model: str, sound: Sequence[Override], problems: list[str]) -> tuple[
     except ConfigError as error:
         messages = [*problems, *error.problems]
         raise ConfigError(listed(messages), messages) from error
-    if sections.get(peft.SECTION, ()) is None:  # peft=none
-        del sections[peft.SECTION]
+    if sections.get(finetuning.SECTION, ()) is None:  # peft=none
+        del sections[finetuning.SECTION]
     why = "a file puts a value where fields belong, as in"
     if messages := [f"{name}: {why} {name}.FIELD" for name in _not_sections(sections)]:
         refuse([*problems, *messages])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tp_invariant_recipes.check.invariant import experts
+from tp_invariant_recipes.check.invariant import model as model_rules
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.field import as_text
@@ -22,7 +22,7 @@ from tp_invariant_recipes.foreign_text import shortened
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.settings import delta_net, environment, low_precision, peft, schema, sft
+from tp_invariant_recipes.settings import delta_net, environment, finetuning, low_precision, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
 
@@ -110,7 +110,7 @@ def build(config: RunConfig) -> ConfigContainer:
         parts["mixed_precision"] = _for_invariant_layers(parts["mixed_precision"])
     _numerics(parts["model"], config)
     _packed(parts, config)
-    if peft.adapts(config) and config.weights.folder is not None:  # Bridge asks where the base weights are
+    if finetuning.adapts(config) and config.weights.folder is not None:  # Bridge asks where the base weights are
         parts["checkpoint"].pretrained_checkpoint = config.weights.folder
     if config.numerics.invariant:
         # The leaf of every sum over data is a sequence: a micro-batch of several is computed one by one.
@@ -128,7 +128,7 @@ def imported_folder(config: RunConfig) -> Path | None:
     """
     folder = config.weights.folder
     # A checkpoint of adapters has no other weights.
-    begins = config.section("checkpoint").get("load") is None or peft.adapts(config)
+    begins = config.section("checkpoint").get("load") is None or finetuning.adapts(config)
     return Path(folder) if folder is not None and begins else None
 
 
@@ -210,7 +210,7 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
     provider = config.model["_target_"].rpartition(".")[2]
     stock = LOCAL_SPECS if model["transformer_impl"] == "local" else STOCK_SPECS
     specs = INVARIANT_SPECS if config.numerics.invariant else stock
-    if provider == "GPTModelProvider" and experts.mixed(config) and not config.numerics.invariant:
+    if provider == "GPTModelProvider" and model_rules.mixed(config) and not config.numerics.invariant:
         specs = {provider: f"{_SPEC}.block_of_both"}
     if delta_net.has_it(config.model) and config.model.get(families.FIELD) in (None, delta_net.SPEC):
         model[families.FIELD] = get_method(INVARIANT_SPECS[provider] if config.numerics.invariant else _DELTA_BLOCK)
@@ -258,7 +258,7 @@ def _for_invariant_layers(precision: Any) -> Any:
 
 def _packed(parts: dict[str, Any], config: RunConfig) -> None:
     """Examples are packed in the run's own folder, since Bridge would take another run's rows of other examples."""
-    specs, folder = getattr(parts["dataset"], "offline_packing_specs", None), sft.index_folder(config)
+    specs, folder = getattr(parts["dataset"], "offline_packing_specs", None), finetuning.index_folder(config)
     parts["model"].packed_sequences = specs is not None
     if specs is not None and folder is not None:
         specs.packed_train_data_path = folder / "training.idx.parquet"

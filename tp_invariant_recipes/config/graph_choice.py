@@ -6,13 +6,13 @@ Graphs take the launches from the host, whose speed decides the time of a small 
 from collections.abc import Callable, Collection, Sequence
 
 from tp_invariant_recipes.check import guard
-from tp_invariant_recipes.check.invariant import graphs
+from tp_invariant_recipes.check.invariant import modes as mode_rules
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.identity import flat
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import low_precision, peft
+from tp_invariant_recipes.settings import finetuning, low_precision
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -31,7 +31,7 @@ _COMPARED_MIXED = {(1, 2)}
 EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda config: config.device.kind != "gpu", "graphs need a GPU"),
     (low_precision.enabled, "tpi captures products in FP8 or FP4 when asked; tpi audit compares them with eager ones"),
-    (lambda config: peft.adapts(config) and not config.numerics.invariant, "tpi captures adapters when asked"),
+    (lambda config: finetuning.adapts(config) and not config.numerics.invariant, "tpi captures adapters when asked"),
     (lambda config: config.guard.kind == guard.SHADOW, "a captured step takes no other replica's data"),
     (lambda config: config.model.get("recompute_granularity") is not None, "tpi captures recomputation when asked"),
 )
@@ -61,7 +61,7 @@ def beyond(config: RunConfig, option: str) -> list[str]:
     if config.numerics.invariant or config.model.get("cuda_graph_impl") != FULL:
         return short
     judged = config.with_fields("numerics", mode=mode.DEFAULT)
-    return [*short, *(f"{limit.text}; {limit.solve}" for limit in graphs.LIMITS if limit.broken(judged))]
+    return [*short, *(f"{limit.text}; {limit.solve}" for limit in mode_rules.GRAPH_LIMITS if limit.broken(judged))]
 
 
 def captured(config: RunConfig, option: str, typed: Collection[str]) -> RunConfig:

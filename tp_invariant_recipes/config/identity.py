@@ -7,7 +7,7 @@ from typing import Any
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.ledger.schema import SHARDS
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import peft, sft
+from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 WEIGHTS_DIGEST = "weights.digest"
@@ -16,7 +16,7 @@ WEIGHTS_DIGEST = "weights.digest"
 SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng", "mixed_precision")
 
 # The same of runs that have them.
-OPTIONAL = (peft.SECTION,)
+OPTIONAL = (finetuning.SECTION,)
 
 # Fields of those sections that are not, and why; beside them fields that change no bits (fields/field.py).
 EXCLUDED = {
@@ -50,8 +50,8 @@ def identity(config: RunConfig, data_digest: str | None, weights_digest: str | N
     weights_digest: of the checkpoint that the weights come from (`weights.Checkpoint.digest`); None: they are new.
     """
     flat = of_sections(config.sections)
-    if sft.is_sft(config.section("dataset")):
-        flat = {key: value for key, value in flat.items() if key not in sft.PLACES}
+    if finetuning.is_sft(config.section("dataset")):
+        flat = {key: value for key, value in flat.items() if key not in finetuning.PLACES}
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.train["train_iters"]
     flat["data.kind"] = config.data.kind

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tp_invariant_recipes.config import adjusted, bounds, hydra_tree
+from tp_invariant_recipes.check import typed as typed_rules
+from tp_invariant_recipes.config import adjusted, hydra_tree
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, Problem, lines
 from tp_invariant_recipes.settings import conf_files, schema
-from tp_invariant_recipes.settings.keys import SHORT_KEYS
-from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
+from tp_invariant_recipes.settings.keys import SHORT_KEYS, did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS
 from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert
@@ -86,7 +86,7 @@ def misfits(sections: dict[str, Any], requested: Mapping[str, Sequence[str]]) ->
 
     requested: section -> fields that only Bridge may be able to judge; it is imported for no other.
     """
-    out_of_range = bounds.wrong(sections)
+    out_of_range = typed_rules.wrong(sections)
     wrong: dict[str, str] = {}
     table = field_table.read()
     for section in sorted(schema.SECTIONS & sections.keys()):
@@ -94,7 +94,7 @@ def misfits(sections: dict[str, Any], requested: Mapping[str, Sequence[str]]) ->
             values, problems = schema.check_section(section, sections, requested.get(section, ()), table)
             sections[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
             wrong |= problems
-    return bounds.wrong(sections) | _hinted(sections, wrong) | out_of_range  # texts have become numbers
+    return typed_rules.wrong(sections) | _hinted(sections, wrong) | out_of_range  # texts have become numbers
 
 
 def _hinted(sections: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.values import value_text
+from tp_invariant_recipes.sources import recipe_layer
 
 _VARIABLE = re.compile(r"cluster\.environment\.\w+", re.ASCII)
 _QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
@@ -222,3 +223,29 @@ def _takes_text(key: str, path: str, value: str) -> bool:
 def _file(cluster: str) -> bool:
     """Whether the value of `cluster=` is a file and not one of the group's options."""
     return "/" in cluster or cluster.endswith((".yaml", ".yml"))
+
+
+# What a run asks of its recipe, and the answer.
+
+
+def read_recipe(model: str, overrides: Sequence[Override]) -> recipe_layer.RecipeAnswer:
+    """Return the lowest layer of the configuration, and more. Raises ConfigError."""
+    return recipe_layer.read_recipe(*question(model, overrides))
+
+
+def question(model: str, overrides: Sequence[Override]) -> tuple[str, str | None, bool]:
+    """Return the arguments of `recipe_layer.read_recipe`. Raises ConfigError."""
+    data = given(overrides, "data")
+    return model, hf_folder(overrides), data is not None and data.value == "text"
+
+
+def hf_folder(overrides: Sequence[Override]) -> str | None:
+    """Return the absolute path of `recipe.hf_folder`. Raises ConfigError: there is no configuration."""
+    requested = given(overrides, "recipe.hf_folder")
+    if requested is None or not requested.single or requested.data is None:
+        return None
+    folder = Path(str(requested.data)).expanduser().absolute()
+    if not (folder / "config.json").is_file():
+        why = "no config.json there" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"{requested.text}: {why}")
+    return str(folder)

@@ -12,7 +12,7 @@ from tp_invariant_recipes.data.tokenizer import FOLDER, identify, open_tokenizer
 from tp_invariant_recipes.errors import ConfigError, DataError, listed, reason
 from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.reading import parse_object, read_lines
-from tp_invariant_recipes.settings.sft import TRAINING, VALIDATION
+from tp_invariant_recipes.settings.finetuning import TRAINING, VALIDATION
 
 # Problems that a message lists; a file that is no JSONL has one a line.
 SHOWN = 5

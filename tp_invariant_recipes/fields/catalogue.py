@@ -6,24 +6,25 @@ from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.errors import Problem
-from tp_invariant_recipes.fields.adapters import PEFT
-from tp_invariant_recipes.fields.checkpoint import CHECKPOINT
-from tp_invariant_recipes.fields.data import DATASET, TOKENIZER
+from tp_invariant_recipes.fields.data import DATASET, PEFT, TOKENIZER
 from tp_invariant_recipes.fields.field import UNKNOWN, BridgeField, BridgeSection, as_text
-from tp_invariant_recipes.fields.mixed_precision import MIXED_PRECISION
 from tp_invariant_recipes.fields.model import KNOWN, MODEL, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, REFUSED
-from tp_invariant_recipes.fields.optimizer import DDP, OPTIMIZER, SCHEDULER
-from tp_invariant_recipes.fields.ranks import COMM_OVERLAP, DIST
-from tp_invariant_recipes.fields.steps import RNG, TRAIN, VALIDATION
-from tp_invariant_recipes.fields.watching import (
+from tp_invariant_recipes.fields.optimizer import DDP, MIXED_PRECISION, OPTIMIZER, SCHEDULER
+from tp_invariant_recipes.fields.training import (
+    CHECKPOINT,
+    COMM_OVERLAP,
+    DIST,
     FT,
     INPROCESS_RESTART,
     LOGGER,
     NVRX_STRAGGLER,
     PROFILING,
     RERUN_STATE_MACHINE,
+    RNG,
     STRAGGLER,
     TENSOR_INSPECT,
+    TRAIN,
+    VALIDATION,
 )
 from tp_invariant_recipes.settings.schema import PROVIDER, has_default
 from tp_invariant_recipes.settings.sections import OWN_KEYS

@@ -1,4 +1,4 @@
-"""Data and tokens."""
+"""Data, tokens, and adapters (check/finetuning.py and check/invariant/training.py have rules for most of these)."""
 
 from tp_invariant_recipes.fields.field import (
     ANY,
@@ -16,7 +16,7 @@ from tp_invariant_recipes.fields.field import (
     row,
     section,
 )
-from tp_invariant_recipes.fields.ranges import COUNT, SIGNED
+from tp_invariant_recipes.fields.ranges import COUNT, SHARE, SIGNED
 
 _OTHER_RULE = "another rule says which values, under any numerics"
 _UNREAD = "Megatron-Bridge does not read it"
@@ -73,4 +73,20 @@ TOKENIZER = section(
     row(only(0), "vocab_extra_ids", _UNREAD),
     row(NULL, "tokenizer_prompt_format image_tag_type", "images are not covered"),
     row(OFF, "force_system_message", "images are not covered"),
+)  # fmt: skip
+
+
+# Adapters (LoRA). check/finetuning.py and check/invariant/training.py have rules for most of these.
+
+_OTHER_RULE = "another rule says which values, under any numerics"
+
+PEFT = section(
+    row(ANY, "target_modules exclude_modules canonical_mapping alpha dropout_position "
+        "sequence_parallel_input_regather lora_A_init_method lora_B_init_method a2a_experimental lora_dtype",
+        _OTHER_RULE),
+    row(ANY, "dim", _OTHER_RULE, COUNT),
+    row(ANY, "dropout", _OTHER_RULE, SHARE),
+    row(ANY, "share_expert_adapters", "each kind is covered (numerics/megatron/adapters/expert_lora.py)"),
+    row(OFF, "normalize_moe_lora", "experts with fewer features than the other layers are not covered"),
+    row(OFF, "experts_shared_outer_loras", "adapters with one matrix for all experts and one for each are not covered"),
 )  # fmt: skip

@@ -4,17 +4,19 @@ from tp_invariant_recipes.fields.field import (
     ANY,
     BOOL,
     BYTES,
+    NONE,
     NULL,
     NUMBER,
     OFF,
     ON,
     READS,
     THRESHOLD,
+    UNKNOWN,
     only,
     row,
     section,
 )
-from tp_invariant_recipes.fields.ranges import BELOW_1, COUNT, POSITIVE, SHARE
+from tp_invariant_recipes.fields.ranges import BELOW_1, COUNT, POSITIVE, SHARE, SIGNED
 
 _ELEMENT = "the optimizer computes every element alone"
 _NORM = "the gradient norm is one number for all ranks"
@@ -57,7 +59,7 @@ OPTIMIZER = section(
     row(only("float32"), "main_grads_dtype", _FP32, adjust_to="float32"),
     row(only("float32"), "main_params_dtype", _STATES, adjust_to="float32"),
     row(only("float32", "bfloat16"), "exp_avg_dtype exp_avg_sq_dtype", _STATES),
-    # check/invariant/muon.py has what Muon must have of these, and what others must not set.
+    # check/invariant/training.py has what Muon must have of these, and what others must not set.
     row(NUMBER, "muon_momentum", _MUON, BELOW_1),
     row(NUMBER, "muon_num_ns_steps", _MUON, COUNT),
     row(NUMBER, "muon_extra_scale_factor", _MUON),
@@ -123,3 +125,12 @@ DDP = section(
     row(NULL, "megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype", _FSDP, adjust_to=None),
     row(only("float32"), "megatron_fsdp_main_params_dtype", _FSDP),
 )  # fmt: skip
+
+
+# Numbers of a precision. Its other fields have rules: check/relations.py, check/invariant/fp8.py.
+
+MIXED_PRECISION = section(
+    row(NONE, "hysteresis fp8_amax_history_len", UNKNOWN, COUNT),
+    row(NONE, "loss_scale initial_loss_scale min_loss_scale loss_scale_window", UNKNOWN, POSITIVE),
+    row(NONE, "fp8_margin", UNKNOWN, SIGNED),
+)

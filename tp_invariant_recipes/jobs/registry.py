@@ -18,7 +18,7 @@ from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, Attempted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.matrix_dir import Name
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.keys import nearest
 
 SCHEMA = 1  # the schema version of submission.json
 

@@ -21,8 +21,7 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Omission
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings.allocation import Allocation, ranks_per_node
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.run_config import Allocation, RunConfig, ranks_per_node
 from tp_invariant_recipes.settings.sections import SlurmSettings
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -27,10 +27,9 @@ from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repe
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
-from tp_invariant_recipes.settings import allocation
-from tp_invariant_recipes.settings.allocation import Allocation
-from tp_invariant_recipes.settings.nearest import nearest
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings import run_config
+from tp_invariant_recipes.settings.keys import nearest
+from tp_invariant_recipes.settings.run_config import Allocation, RunConfig
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import estimate
 
@@ -94,7 +93,7 @@ def resume(
 def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedSubmission:
     """Return the job of one run; nothing validates or writes it yet."""
     config, model = composed.config, composed.model
-    allocated = allocation.from_config(config)
+    allocated = run_config.allocation_of(config)
     about = f"{model}: {allocated}"
     log = script.log_in(where.logs, "job-%j.log")
     job = script.training(config, allocated, name=f"tpi-{where.path.name}", about=about, log=log)
@@ -150,7 +149,7 @@ def several(
     verification = plan.for_nodes(on, lambda verification: next(iter(verification.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in verification.plans.items()}
     _check_fit(list(configs.values()), [], dry=how.dry)
-    cells = [allocation.from_config(config) for config in configs.values()]
+    cells = [run_config.allocation_of(config) for config in configs.values()]
     allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
     fullest = max(configs.values(), key=lambda config: estimate(config).rank)
     about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
@@ -302,7 +301,7 @@ def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str
 
 
 def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
-    allocated, most = allocation.from_config(config), max(partition.nodes for partition in chosen)
+    allocated, most = run_config.allocation_of(config), max(partition.nodes for partition in chosen)
     if allocated.nodes <= most:
         return None
     return f"{allocated} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"

@@ -21,7 +21,7 @@ from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import environment, sft
+from tp_invariant_recipes.settings import environment, finetuning
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
 from tp_invariant_recipes.settings.tables.logging_services import SERVICES
@@ -152,7 +152,7 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
     config, examples = _with_examples(config)
     config = config.with_fields("run", dir=str(run_dir.path))
     config = config.with_fields("checkpoint", save=str(run_dir.checkpoints))
-    config = sft.with_index(config, run_dir.index_cache)
+    config = finetuning.with_index(config, run_dir.index_cache)
     if data is not None:
         config = _with_data(config, data)
     config = config.with_fields("logger", **logger_fields(config, run_dir))
@@ -203,7 +203,7 @@ def logger_variables(config: RunConfig) -> dict[str, str]:
 def resolve_beside(composed: Composed, run_dir: RunDir, index_cache: Path, how: Planning) -> Plan:
     """Resolve one of several runs to compare: they share the data's index, and a signal stops them at once."""
     planned = resolve(composed, run_dir, how)
-    config = sft.with_index(planned.config, index_cache).with_fields("train", exit_signal_handler=False)
+    config = finetuning.with_index(planned.config, index_cache).with_fields("train", exit_signal_handler=False)
     return replace(planned, config=config)
 
 

@@ -26,7 +26,7 @@ from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.values import value_text
 
 # Overrides of one attempt and not of the run: the step it resumed from, and what started its ranks.
@@ -222,7 +222,7 @@ def _imported(before: RunFile, composed: Composed) -> str | None:
 
     None: tpi has to read them. Checkpoints of adapters have no others.
     """
-    if peft.adapts(composed.config):
+    if finetuning.adapts(composed.config):
         return None
     now, then = (given(texts, "weights.folder") for texts in (composed.overrides, parse_all(before.overrides)))
     same = (now and now.value) == (then and then.value)

@@ -48,7 +48,7 @@ from tp_invariant_recipes.multinode.rendezvous import (
 from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import allocation
+from tp_invariant_recipes.settings import run_config
 
 START_TIMEOUT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
 END_TIMEOUT = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"
@@ -288,7 +288,7 @@ def _differences(first_node: Agreed, this_node: Agreed, node: NodeInfo) -> list[
 
 
 def _check_node_count(planned: Plan, node: NodeInfo) -> None:
-    allocated = allocation.from_config(planned.config)
+    allocated = run_config.allocation_of(planned.config)
     if allocated.nodes != node.count:
         raise ConfigError(
             f"this run takes {allocated}, and srun started it on "
@@ -312,7 +312,7 @@ def _run_ranks(
     from tp_invariant_recipes.features.train import rank as train
     from tp_invariant_recipes.training.rank import RankInfo
 
-    node, count = rendezvous.node, allocation.from_config(planned.config).ranks
+    node, count = rendezvous.node, run_config.allocation_of(planned.config).ranks
     os.environ.update(planned.environment)
     local.prepare_environment(interface)
     first = node.number * count

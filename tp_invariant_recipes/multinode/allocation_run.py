@@ -19,7 +19,7 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import allocation, environment
+from tp_invariant_recipes.settings import environment, run_config
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
@@ -38,7 +38,7 @@ def exec_srun(request: RunRequest) -> NoReturn:
         request = replace(request, overrides=(parse(f"device={device}"), *request.overrides))
     config = _checked_config(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
-    if (allocated := allocation.from_config(config)).nodes > given:
+    if (allocated := run_config.allocation_of(config)).nodes > given:
         raise ConfigError(
             f"this run takes {allocated}, and the allocation has {given}: "
             f"salloc --nodes={allocated.nodes}, or change the layout or cluster.ranks_per_node"

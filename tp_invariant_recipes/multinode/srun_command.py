@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tp_invariant_recipes.settings import allocation
+from tp_invariant_recipes.settings import run_config
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 WAIT = 60  # seconds that srun gives the other nodes when one has ended
@@ -12,7 +12,7 @@ WAIT = 60  # seconds that srun gives the other nodes when one has ended
 
 def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
     """srun's arguments before `tpi`: nodes, one task on each, the cluster's container with paths `needed` there."""
-    nodes = allocation.from_config(config).nodes
+    nodes = run_config.allocation_of(config).nodes
     options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
     return [*options, *config.cluster.srun_options, *container(config, needed)]
 

@@ -23,7 +23,7 @@ from tp_invariant_recipes.observe.placement import CONSECUTIVE, Site
 from tp_invariant_recipes.observe.shards import covers, unwrapped
 from tp_invariant_recipes.observe.union import Diverged, by_value, gathered
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.keys import nearest
 
 
 class Tracing(Callback):

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.keys import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
-from tp_invariant_recipes.settings import sft
+from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import PROVIDER
 
@@ -27,7 +27,7 @@ def adds_several_times(config: RunConfig) -> str | None:
     A rank that computes several data shards then adds all of a shard first; an owner with tokens of several ranks, all
     of a use first. So shards of one group would come in another order in every layout.
     """
-    if sft.packing(config) is not None:
+    if finetuning.packing(config) is not None:
         return PACKED
     return REPEATED if config.model.get("mtp_use_repeated_layer") else None
 

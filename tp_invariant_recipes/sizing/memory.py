@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.settings import allocation, cuda_graphs, expert_groups, layout, low_precision, muon, peft
+from tp_invariant_recipes.settings import cuda_graphs, expert_groups, finetuning, low_precision, muon, run_config
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.sizing import activations, size
@@ -105,7 +105,7 @@ def estimate(config: RunConfig) -> Estimate:
     return Estimate(
         parts={**fullest, LIBRARIES: outside + (0 if on_cpu else WORKSPACES)},
         outside=outside,
-        ranks=allocation.from_config(config).ranks,
+        ranks=run_config.allocation_of(config).ranks,
         shared=IMPORTED if on_cpu else 0,
         unfollowed={key: parts for key, parts in UNFOLLOWED if _set(config, key)},
     )
@@ -130,7 +130,7 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     if stage == 0 or (last and config.shape.depths):  # the latter has a copy of the first stage's
         weights += size.embedding(config.shape) + size.positions(config.shape)
         matrices += size.positions(config.shape)  # of which Megatron-Core does not say that they are an embedding
-    trained, lookups, fields = weights, 0, peft.section(config)
+    trained, lookups, fields = weights, 0, finetuning.section(config)
     if config.numerics.invariant:  # numerics/layers/embedding.py adds up apart what one buffer would mix
         ahead = bool(config.shape.depths)
         lookup_count = (_tied(config, at) or (ahead and at.pp == 1)) + (last and ahead)
@@ -140,7 +140,8 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
         for layer, count in held.items():
             for part in layer:
                 trained += (
-                    size.adapters(config.shape, part, peft.dim(fields), peft.targets(fields), shared=shared) * count
+                    size.adapters(config.shape, part, finetuning.dim(fields), finetuning.targets(fields), shared=shared)
+                    * count
                 )
         weights += trained
     batch = activations.micro_batch(config)
@@ -176,7 +177,7 @@ def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
     counts = {0: first, at.pp - 1: final} if at.pp > 1 else {}
     given = {number: count for number, count in counts.items() if count}
     total, others = layers.total(), at.pp - len(given)
-    accounted = [bool(model.get(key)) for key in layout.ACCOUNTED]
+    accounted = [bool(model.get(key)) for key in run_config.ACCOUNTED]
     mine = given.get(stage) or (total + sum(accounted) - sum(given.values())) / max(1, others)
     mine -= sum(on for on, end in zip(accounted, (0, at.pp - 1), strict=True) if stage == end)
     return Counter({kind: math.ceil(count * mine / total) for kind, count in layers.items()})

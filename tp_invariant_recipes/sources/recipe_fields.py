@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from tp_invariant_recipes.settings import low_precision, schema
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.settings.values import WrongType, convert, named
 from tp_invariant_recipes.sources import recipe_source
 

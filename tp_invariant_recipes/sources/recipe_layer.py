@@ -20,7 +20,7 @@ import yaml
 
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.fields.model import KNOWN, REFUSED
-from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, peft, schema, sft
+from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, finetuning, schema
 from tp_invariant_recipes.settings.sections import RecipeSettings
 from tp_invariant_recipes.sources import recipe_answers, recipe_fields, recipe_source
 
@@ -39,7 +39,7 @@ TPI_FIELDS = {
     "checkpoint.ckpt_step": "tpi train --resume RUN continues a run",
     "checkpoint.dist_ckpt_optim_fully_reshardable": "a checkpoint can be read in every layout",
     "dataset.path_to_cache": "the index of the data goes to run.dir",
-    **{f"dataset.{name}": "tpi downloads no examples; dataset.dataset_root" for name in sft.DOWNLOADS},
+    **{f"dataset.{name}": "tpi downloads no examples; dataset.dataset_root" for name in finetuning.DOWNLOADS},
     **{f"logger.{name}": "logging= decides where curves are drawn" for name in LOGGED},
     "logger.comet_api_key": "logging= decides where curves are drawn, and a key is never written down",
     "model.gradient_accumulation_fusion": "it needs Apex, which is on no registry",
@@ -160,7 +160,7 @@ def _read_recipe(model: str, hf_folder: str | None, *, text_data: bool) -> Recip
         "# @package _global_\n" + yaml.safe_dump(layer, sort_keys=False, allow_unicode=True),
         own,
         _defaults(provider),
-        sorted(schema.fields(schema.bridge_class(schema.SFT_DATASET))) if sft.is_sft(layer["dataset"]) else [],
+        sorted(schema.fields(schema.bridge_class(schema.SFT_DATASET))) if finetuning.is_sft(layer["dataset"]) else [],
         layer.get("cluster", {}).get("environment", {}),
         recipe_fields.preset(layer["mixed_precision"]),
     )
@@ -312,7 +312,7 @@ def _values(section: str, part: Any) -> dict[str, Any]:
 def _stated(section: str, values: Mapping[str, Any]) -> set[str]:
     """Return the fields that are written down whatever their value: conf/config.yaml has others, or rules read them."""
     ruled = {name for name in READ_BY_RULES if values.get(name) is not None} if section == "model" else set()
-    ruled |= {*peft.STATED} if section == peft.SECTION else set()
+    ruled |= {*finetuning.STATED} if section == finetuning.SECTION else set()
     return ruled | (_conf().get(section) or {}).keys()
 
 
@@ -382,7 +382,7 @@ def _data(layer: dict[str, Any]) -> str:
     examples.
     """
     dataset = layer["dataset"]
-    if sft.is_sft(dataset):
+    if finetuning.is_sft(dataset):
         return "recipe"
     return "recipe" if any(dataset.get(name) for name in ("blend", "blend_per_split", "data_path")) else "mock"
 
@@ -392,7 +392,7 @@ def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool)
 
     hf_folder: what stands for the recipe's models, and for their tokenizer if it has one.
     """
-    if sft.is_sft(layer["dataset"]):
+    if finetuning.is_sft(layer["dataset"]):
         if hf_folder is not None and any(Path(hf_folder).glob("tokenizer*")):
             layer["tokenizer"]["tokenizer_model"] = hf_folder
         return
@@ -425,11 +425,11 @@ def without_pretraining_fields(
 
     requested: the paths that the command line sets.
     """
-    if not sft.is_sft(dataset):
+    if not finetuning.is_sft(dataset):
         return dataset
     pretraining = {n for n in _conf()["dataset"] if n not in answer.examples and f"dataset.{n}" not in requested}
-    if not dataset.get("enable_offline_packing") and f"dataset.{sft.PACKING}" not in requested:
-        pretraining.add(sft.PACKING)
+    if not dataset.get("enable_offline_packing") and f"dataset.{finetuning.PACKING}" not in requested:
+        pretraining.add(finetuning.PACKING)
     return {name: value for name, value in dataset.items() if name not in pretraining}
 
 

@@ -33,7 +33,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine.known_versions import KNOWN
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.start import bridge, needed
 from tp_invariant_recipes.start.bridge import quiet
 

@@ -23,7 +23,7 @@ from tp_invariant_recipes.files import errno_of
 from tp_invariant_recipes.ledger.run_files import Reason
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import low_precision, peft
+from tp_invariant_recipes.settings import finetuning, low_precision
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
@@ -242,7 +242,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
             YAML_WRITER,
             *written_hashes.REPLACEMENTS,
         ]
-        if peft.adapts(config):
+        if finetuning.adapts(config):
             rows += adapters.replacements(config.numerics, config.section("rng")["seed"], config.weights.folder)
         stack.enter_context(applied(rows))
         if config.section("checkpoint").get("async_save"):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.rules import table_problems
 from tp_invariant_recipes.check import cuda_graphs as graph_rules
-from tp_invariant_recipes.check import precision
+from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import cuda_graphs
@@ -195,7 +195,7 @@ def test_fp8_is_a_whole_class_of_which_fields_can_be_set():
 )
 def test_fp8_products_have_sides_that_can_be_multiplied(model, fields, says):
     tree = composed(model, "precision=fp8_tensorwise", "numerics=stock")
-    assert table_problems(precision, RunConfig(tree)) == []
-    (problem,) = table_problems(precision, RunConfig(changed(tree, fields)))
+    assert table_problems(relations, RunConfig(tree)) == []
+    (problem,) = table_problems(relations, RunConfig(changed(tree, fields)))
     assert says in problem
-    assert table_problems(precision, RunConfig(changed(composed(model), fields))) == []
+    assert table_problems(relations, RunConfig(changed(composed(model), fields))) == []

@@ -17,7 +17,7 @@ from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features import recipe_list
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.settings import layout, schema
+from tp_invariant_recipes.settings import run_config, schema
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
 
 pytestmark = pytest.mark.usefixtures("families")
@@ -197,7 +197,7 @@ def test_pp_need_not_divide_the_layers(mine, shared):
     assert "identical: pp=1, 2 computed the same bits over 2 steps" in done.stdout
     message = read(shared.folder / "pp" / "pp2").header.notes["adjusted"]
     assert [line.partition(":")[0] for line in message if "pipeline_stage" in line] == [
-        f"model.{name}" for name in layout.UNEVEN
+        f"model.{name}" for name in run_config.UNEVEN
     ]
     with pytest.raises(ConfigError, match=r"pp=2 does not divide model\.num_layers=3"):
         compose(f"recipe={mine}:small", ["pp=2", "model.num_layers=3", "numerics=stock"], device="cpu")

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tp_invariant_recipes.check.invariant import lora as lora_coverage
+from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.adjusted import complete
 from tp_invariant_recipes.config.compose import compose
@@ -625,7 +625,7 @@ LORA = Family(
         "model.cuda_graph_impl=full_iteration": "adapters have not been captured in CUDA graphs; cuda_graph=off",
         "model.pipeline_model_parallel_layout=Et*2L": "a stage without layers has no adapter",
         **each(
-            paths_in("peft", lora_coverage.OFF),
+            paths_in("peft", training_rules.OFF),
             "[x]",
             "{} is not covered; leave it unset",
             a2a_experimental="true",

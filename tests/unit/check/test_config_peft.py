@@ -7,7 +7,7 @@ from tests.trees import with_fields
 from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
@@ -33,7 +33,7 @@ def _adapting(model, *targets, **fields):
     return with_fields(tree, numerics__mode="tree", peft__target_modules=[*targets], **fields)
 
 
-@pytest.mark.parametrize("model, targets", (MAMBA, LATENT, ("qwen3_moe_toy", peft.DEFAULT)))
+@pytest.mark.parametrize("model, targets", (MAMBA, LATENT, ("qwen3_moe_toy", finetuning.DEFAULT)))
 def test_other_layers_are_covered(model, targets):
     for shared in (True, False):
         run = _adapting(model, *targets, peft__share_expert_adapters=shared)
@@ -44,7 +44,7 @@ def test_other_layers_are_covered(model, targets):
 
 @pytest.mark.parametrize(
     "targets, without",
-    ((("linear_qkv",), "EMEM"), (("linear_qkv", "in_proj"), None), (("linear_fc1",), None), (peft.DEFAULT, None)),
+    ((("linear_qkv",), "EMEM"), (("linear_qkv", "in_proj"), None), (("linear_fc1",), None), (finetuning.DEFAULT, None)),
 )
 def test_every_stage_of_a_pipeline_has_adapters(targets, without):
     """Megatron-Core has no backward pass of a stage in which nothing is trained."""
@@ -60,7 +60,7 @@ def test_the_parameters_of_adapters_of_mamba_and_latents():
     model = compose(MAMBA[0], device="cpu").config.model
     inner, groups = model["mamba_num_heads"] * model["mamba_head_dim"], model["mamba_num_groups"]
     rows = 2 * inner + 2 * groups * model["mamba_state_dim"] + model["mamba_num_heads"]
-    result = adapters(ModelShape(model), "M", 8, peft.TARGETS)
+    result = adapters(ModelShape(model), "M", 8, finetuning.TARGETS)
     assert result.total == 8 * (1024 + rows + inner + 1024)
     latent = compose(LATENT[0], device="cpu").config.model
     heads, kv, q = latent["num_attention_heads"], latent["kv_lora_rank"], latent["q_lora_rank"]
@@ -68,7 +68,7 @@ def test_the_parameters_of_adapters_of_mamba_and_latents():
     hidden = latent["hidden_size"]
     queries = hidden + 2 * q + heads * (own + turned)
     keys = hidden + kv + turned + kv + heads * (own + value)
-    assert adapters(ModelShape(latent), ATTENTION, 8, peft.TARGETS).total == 8 * (
+    assert adapters(ModelShape(latent), ATTENTION, 8, finetuning.TARGETS).total == 8 * (
         queries + keys + heads * value + hidden
     )
 
@@ -83,12 +83,12 @@ def test_without_the_section_all_weights_are_trained():
 
 def test_the_parameters_of_adapters():
     model = compose("qwen3_8b", device="gpu").config.shape
-    assert adapters(model, ATTENTION, 8, peft.TARGETS).total == 8 * (4096 + 6144 + 4096 + 4096)
+    assert adapters(model, ATTENTION, 8, finetuning.TARGETS).total == 8 * (4096 + 6144 + 4096 + 4096)
     assert adapters(model, MLP, 8, ("linear_fc1",)).total == 8 * (4096 + 2 * 12288)
     model = compose("qwen3_30b_a3b", device="gpu").config.shape
     shared = 8 * (2048 + 2 * 768 + 768 + 2048)
-    assert adapters(model, EXPERTS, 8, peft.TARGETS).whole == shared
-    assert adapters(model, EXPERTS, 8, peft.TARGETS, shared=False).experts == 128 * shared
+    assert adapters(model, EXPERTS, 8, finetuning.TARGETS).whole == shared
+    assert adapters(model, EXPERTS, 8, finetuning.TARGETS, shared=False).experts == 128 * shared
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments():

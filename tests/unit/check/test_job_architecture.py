@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.check.hosts import job_architecture
+from tp_invariant_recipes.check.hosts import job as job_rules
 from tp_invariant_recipes.config.compose import compose
 
 MACHINES = {"x86_64": (62, b"02"), "aarch64": (183, b"04")}
@@ -29,7 +29,7 @@ def sif(file: Path, machine: str) -> Path:
 
 def problems_of(*overrides: str) -> list[str]:
     config = compose("qwen3_toy", ["slurm.time=1:00:00", *overrides], device="gpu").config
-    return [str(problem) for problem in job_architecture.other_processors(config)]
+    return [str(problem) for problem in job_rules.other_processors(config)]
 
 
 def image(tmp_path: Path, machine: str) -> list[str]:

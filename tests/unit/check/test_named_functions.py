@@ -4,7 +4,7 @@ import pydoc
 
 import pytest
 
-from tp_invariant_recipes.check import functions
+from tp_invariant_recipes.check import typed as typed_rules
 from tp_invariant_recipes.config.compose import compose
 
 CONFIG = compose("qwen3_toy", ("numerics=stock",), device="cpu").config
@@ -31,8 +31,8 @@ TAKEN = (
 def unknown(words: str) -> list[str]:
     path, _, value = words.partition("=")
     config = CONFIG.with_fields("model", **{path.partition(".")[2]: value})
-    assert functions.unknown(config, ()) == []  # of a recipe
-    return list(map(str, functions.unknown(config, [path])))
+    assert typed_rules.unknown(config, ()) == []  # of a recipe
+    return list(map(str, typed_rules.unknown(config, [path])))
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -48,9 +48,9 @@ def test_a_known_function_is_taken(words):
 
 
 def test_an_unset_field_has_no_function():
-    assert functions.unknown(CONFIG.with_fields("model", init_method=None), ["model.init_method"]) == []
+    assert typed_rules.unknown(CONFIG.with_fields("model", init_method=None), ["model.init_method"]) == []
 
 
 def test_every_name_is_a_function_of_the_installed_packages(bridge):
-    names = [name for _, names, _ in functions.KNOWN for name in names if name[-1] != "."]
+    names = [name for _, names, _ in typed_rules.KNOWN for name in names if name[-1] != "."]
     assert [name for name in names if not callable(pydoc.locate(name))] == []

@@ -6,7 +6,7 @@ import pytest
 
 from tests.rules import table_problems
 from tests.unit.check.refusals import problems_of
-from tp_invariant_recipes.check import secrets as rules
+from tp_invariant_recipes.check import secrets as secret_rules
 from tp_invariant_recipes.settings import secrets
 
 PASSWORD = "hunter2x"
@@ -82,7 +82,7 @@ def test_what_is_configured_holds_none(override, says):
 )
 def test_tags_of_mlflow_hold_none(tags, key):
     sections = {"logger": {"mlflow_tags": tags | {"team": "ours"}}}
-    (problem,) = table_problems(rules, SimpleNamespace(sections=sections))
+    (problem,) = table_problems(secret_rules, SimpleNamespace(sections=sections))
     assert problem.startswith(f"logger.mlflow_tags.{key}: holds what looks like a secret")
     assert PASSWORD not in problem
 
@@ -118,6 +118,6 @@ def test_names_of_secrets():
 
 def test_a_name_that_is_a_secret_is_not_repeated():
     config = SimpleNamespace(sections={"logger": {"mlflow_tags": {TOKEN: f"http://u:{PASSWORD}@h"}}})
-    (problem,) = table_problems(rules, config)
+    (problem,) = table_problems(secret_rules, config)
     assert TOKEN not in problem
     assert PASSWORD not in problem

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import yaml
 
-from tp_invariant_recipes.check import switched_off
+from tp_invariant_recipes.check import typed as typed_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError, lines
@@ -85,7 +85,7 @@ def idle(words: str) -> list[str]:
     path, value = parse(last).path, parse(last).value
     config = composed(model, *overrides)
     section, _, name = path.partition(".")
-    return lines(switched_off.idle(config.with_fields(section, **{name: yaml.safe_load(value)}), [path]))
+    return lines(typed_rules.idle(config.with_fields(section, **{name: yaml.safe_load(value)}), [path]))
 
 
 @pytest.mark.parametrize("words", UNREAD)
@@ -102,11 +102,11 @@ def test_a_setting_that_is_read_is_not(words):
 
 def test_each_feature_has_a_row():
     typed = [words.split()[-1] for words in UNREAD]
-    assert [f.fields for f in switched_off.FEATURES if not any(word.startswith(f.fields) for word in typed)] == []
+    assert [f.fields for f in typed_rules.FEATURES if not any(word.startswith(f.fields) for word in typed)] == []
 
 
 def test_the_command_line_is_refused_and_a_recipe_is_not():
     with pytest.raises(ConfigError, match=r"model\.moe_router_topk=4: the model has no experts, so nothing reads it"):
         compose("qwen3_toy", ["model.moe_router_topk=4"], device="cpu")
     config = compose("qwen3_toy", (), device="cpu").config
-    assert switched_off.idle(config.with_fields("model", moe_router_topk=4), []) == []
+    assert typed_rules.idle(config.with_fields("model", moe_router_topk=4), []) == []

@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Callable
 
-from tp_invariant_recipes.config import bounds
+from tp_invariant_recipes.check import typed as typed_rules
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS, PROVIDERS
@@ -149,7 +149,7 @@ def ranges(rng: random.Random) -> Words:
     while True:
         key, value = rng.choice(numbers), rng.choice(values)
         section, _, name = key.partition(".")
-        if section in COMMON and bounds.wrong({section: {name: value}}):
+        if section in COMMON and typed_rules.wrong({section: {name: value}}):
             return _composing(rng, f"{key}={value}")
 
 
@@ -160,7 +160,7 @@ def short_numbers(rng: random.Random) -> Words:
 
 
 def infinities(rng: random.Random) -> Words:
-    floats = [key for key, types in PLAIN.items() if types and "float" in types and key not in bounds.INFINITE]
+    floats = [key for key, types in PLAIN.items() if types and "float" in types and key not in typed_rules.INFINITE]
     key = rng.choice(["lr", *(key for key in floats if key.partition(".")[0] in COMMON)])
     return _composing(rng, f"{key}={rng.choice(('nan', 'inf', '-inf', '1e400', '-1e999'))}")
 

@@ -12,7 +12,7 @@ from tp_invariant_recipes.config.compose import _types, compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings import environment, layout
+from tp_invariant_recipes.settings import environment, run_config
 
 TREE = compose("qwen3_moe_toy", ["cuda_graph=te"], device="gpu").config
 WRONG = (True, False, "flex", "flash", "p2p", "optim_grads_params", "bfloat16", 2, "file")
@@ -185,7 +185,7 @@ def test_the_first_and_the_last_stage_have_other_layers_where_pp_does_not_divide
     beside = {f"model__{name}": value for name, value in message.items()}
     config = with_fields(TREE, model__num_layers=layers, model__pipeline_model_parallel_size=pp, **beside)
     done, _ = adjust(config, (), {}, None)
-    assert tuple(done.model.get(name) for name in layout.UNEVEN) == ends
+    assert tuple(done.model.get(name) for name in run_config.UNEVEN) == ends
     if ends[1]:
         assert not [problem for problem in table_problems(layout_rules, done) if "layers" in problem]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.check.refusals import problems_of
-from tp_invariant_recipes.config import bounds
+from tp_invariant_recipes.check import typed as typed_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
@@ -11,22 +11,22 @@ COUNTS = [key.name for key in SHORT_KEYS.values() if key.type is int and key.nam
 
 
 def test_every_count_has_a_bound():
-    assert set(bounds.SHORT) == set(COUNTS)
+    assert set(typed_rules.SHORT) == set(COUNTS)
 
 
 @pytest.mark.timeout(20)
 def test_a_count_beyond_its_bound_is_refused_by_its_name():
-    beyond = [f"{key}={limit + 1}" for key, limit in bounds.SHORT.items()]
-    says = {f"{key}={limit + 1}: must be at most {limit}" for key, limit in bounds.SHORT.items()}
+    beyond = [f"{key}={limit + 1}" for key, limit in typed_rules.SHORT.items()]
+    says = {f"{key}={limit + 1}: must be at most {limit}" for key, limit in typed_rules.SHORT.items()}
     assert {problem for problem in problems_of(*beyond) if "must be at most" in problem} == says
     tree = compose("qwen3_toy", (), device="cpu").config.sections
-    for key, limit in bounds.SHORT.items():
+    for key, limit in typed_rules.SHORT.items():
         section, _, name = SHORT_KEYS[key].path.partition(".")
         tree[section][name] = limit
-    assert bounds.wrong(tree) == {}
+    assert typed_rules.wrong(tree) == {}
 
 
-@pytest.mark.parametrize("key, limit", (("model.num_layers", bounds.LARGEST), ("slurm.tries", bounds.WIDEST)))
+@pytest.mark.parametrize("key, limit", (("model.num_layers", typed_rules.LARGEST), ("slurm.tries", typed_rules.WIDEST)))
 @pytest.mark.timeout(20)
 def test_any_other_whole_number_has_one_too(key, limit):
     assert problems_of(f"{key}={26 * '9'}") == [f"{key}={26 * '9'}: must be at most {limit}"]

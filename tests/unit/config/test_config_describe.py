@@ -9,8 +9,8 @@ from tests.models import degree, small_ones
 from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.settings.model_shape import ModelShape
-from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
 

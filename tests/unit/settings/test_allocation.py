@@ -14,9 +14,8 @@ from tp_invariant_recipes.check.hosts import job as job_rules
 from tp_invariant_recipes.check.hosts.job import STEPPED, SUBMITTED, WRITTEN, PendingJob, check_job, misfits, parse_time
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import lines
-from tp_invariant_recipes.settings import allocation
-from tp_invariant_recipes.settings.allocation import Allocation
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings import run_config
+from tp_invariant_recipes.settings.run_config import Allocation, RunConfig
 
 GOOD = {"cluster.gpus_per_node": 8, "slurm.time": "4:00:00"}
 
@@ -56,14 +55,14 @@ TAKEN = (
 
 @pytest.mark.parametrize("tp, dp, fields, taken", TAKEN)
 def test_what_a_run_takes(tp, dp, fields, taken):
-    assert allocation.from_config(job(tp, dp, **fields)) == taken
+    assert run_config.allocation_of(job(tp, dp, **fields)) == taken
     assert job_problems(tp, dp, **fields) == []
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 16))
 def test_a_run_without_problems_has_a_place_for_each_rank_and_no_other(tp, dp, most):
     tree = job(tp, dp, cluster__gpus_per_node=most)
-    taken = allocation.from_config(tree)
+    taken = run_config.allocation_of(tree)
     if not misfits(tree):
         assert taken.nodes * taken.ranks == tp * dp
         assert taken.ranks <= most
@@ -86,7 +85,7 @@ def test_the_nearest_layouts_that_are_named_fit_and_none_between_does(tp, dp, mo
 
 
 def test_ranks_that_do_not_fill_nodes():
-    assert allocation.from_config(job(4, 3)) == Allocation(2, 8, 8)
+    assert run_config.allocation_of(job(4, 3)) == Allocation(2, 8, 8)
     assert job_problems(4, 3) == [
         "tp=4 * pp=1 * cp=1 * dp=3 = 12 ranks do not fill nodes of 8; the nearest that do: dp=2 (8 ranks) or dp=4 "
         "(16 ranks); or other nodes: cluster.ranks_per_node=N"
@@ -327,5 +326,5 @@ def test_what_comes_of_the_command_line_is_what_the_rules_read():
         device="gpu",
     ).config
     assert check_job(PendingJob(tree, {})) == []
-    assert allocation.from_config(tree) == Allocation(2, 8, 8)
+    assert run_config.allocation_of(tree) == Allocation(2, 8, 8)
     assert tree.layout.world == 16

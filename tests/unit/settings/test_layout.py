@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.rules import table_problems
 from tp_invariant_recipes.check import layout as layout_rules
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings import run_config
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 DEGREES = {
@@ -23,7 +23,7 @@ DEGREES = {
 TRAIN = {"mbs": "micro_batch_size", "gbs": "global_batch_size", "iters": "train_iters"}
 DENSE = {"num_layers": 8, "num_attention_heads": 16, "num_query_groups": 8, "ffn_hidden_size": 96, "vocab_size": 512}
 MOE = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32}
-ACCOUNTED = dict.fromkeys(layout.ACCOUNTED, True)
+ACCOUNTED = dict.fromkeys(run_config.ACCOUNTED, True)
 HYBRID = {"hybrid_layer_pattern": "MEM*EMEM", "mamba_num_heads": 8, "mamba_num_groups": 4}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.settings.tables import model_table
+from tp_invariant_recipes.settings.tables import field_table
 
 
 def test_the_table_has_every_model_and_its_sentence(models_table):
@@ -24,5 +24,5 @@ def test_a_row_is_what_the_model_composes_to(models_table, name):
 @pytest.mark.release
 def test_the_table_is_that_of_scripts_model_table():
     table = describe.table()
-    assert model_table.FILE.read_text(encoding="utf-8") == table
-    assert json.loads(table) == model_table.rows()
+    assert field_table.FILE.read_text(encoding="utf-8") == table
+    assert json.loads(table) == field_table.rows()

@@ -11,10 +11,8 @@ from tp_invariant_recipes.data import examples
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.score import workflow as score
 from tp_invariant_recipes.settings import conf_files, schema
-from tp_invariant_recipes.settings.keys import SHORT_KEYS
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.keys import FLAGS, SHORT_KEYS, nearest
 from tp_invariant_recipes.settings.tables import field_table
-from tp_invariant_recipes.settings.tables.megatron_flags import FLAGS
 from tp_invariant_recipes.settings.values import WrongType, convert
 
 

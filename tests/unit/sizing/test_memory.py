@@ -9,7 +9,7 @@ import yaml
 
 from tests.unit.docs.markdown import DOCUMENTS, Document
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings import run_config
 from tp_invariant_recipes.sizing import activations, memory, room
 from tp_invariant_recipes.sizing.memory import (
     ACTIVATIONS,
@@ -182,7 +182,7 @@ def test_a_stage_of_a_pipeline_has_its_layers_and_its_micro_batches():
 
 
 def test_a_stage_has_a_layer_less_for_the_embedding_or_the_loss():
-    accounted = [f"model.{key}=true" for key in layout.ACCOUNTED]
+    accounted = [f"model.{key}=true" for key in run_config.ACCOUNTED]
     config = compose("qwen3_toy", ["model.num_layers=4", "pp=3", "gbs=4", *accounted], device="cpu").config
     assert [memory._layers(config, config.layout, stage).total() for stage in range(3)] == [1, 2, 1]
 
@@ -222,7 +222,7 @@ def test_tree_and_portable_try_their_products():
 
 @pytest.mark.timeout(20)
 def test_a_slip_of_the_keyboard_is_estimated_at_once():
-    """Each number at its bound (config/bounds.py)."""
+    """Each number at its bound (check/typed.py)."""
     result = memory_parts(
         "qwen3_8b", "model.num_layers=2147483647 model.pipeline_model_parallel_size=65536 seq=134217728"
     )

@@ -10,7 +10,7 @@ from tp_invariant_recipes.data import text
 from tp_invariant_recipes.data.examples import Examples, read_examples
 from tp_invariant_recipes.errors import ConfigError, DataError, Problem, lines, listed
 from tp_invariant_recipes.machine.versions import installed
-from tp_invariant_recipes.settings import peft, sft
+from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import hf_models, weights
 
@@ -40,7 +40,7 @@ def _checkpoint(reading: Reading) -> list[Problem]:
     if folder is None or not (reading.here or config.cluster.container is None):
         return []
     path = Path(folder).expanduser()
-    adapted = peft.adapts(config)  # whose base Bridge reads in its own format only
+    adapted = finetuning.adapts(config)  # whose base Bridge reads in its own format only
     if any((path / file).exists() for file in CHECKPOINT_FILES if not (adapted and file == "config.json")):
         return []
     if path.is_dir():
@@ -75,7 +75,7 @@ def _text(config: RunConfig) -> None:
 def named_data(config: RunConfig) -> list[Path]:
     """Return the prefixes of the indexed datasets that a recipe names, on file systems."""
     dataset = config.section("dataset")
-    if config.data.kind != "recipe" or sft.is_sft(dataset):
+    if config.data.kind != "recipe" or finetuning.is_sft(dataset):
         return []
     paths = dataset.get("data_path") or []
     named = paths.split() if isinstance(paths, str) else [*paths]  # perhaps with weights between them
@@ -110,14 +110,14 @@ def _named(reading: Reading) -> list[Problem]:
 def examples(config: RunConfig) -> Examples | None:
     """Return the examples that a run fine-tunes on, read and checked; None: it does not. Raises ConfigError."""
     dataset, tokenizer = config.section("dataset"), config.section("tokenizer").get("tokenizer_model")
-    if not sft.is_sft(dataset) or dataset["dataset_root"] is None:
+    if not finetuning.is_sft(dataset) or dataset["dataset_root"] is None:
         return None
     return read_examples(
         Path(dataset["dataset_root"]).expanduser().absolute(),
-        sft.files(config),
+        finetuning.files(config),
         tokenizer and str(Path(tokenizer).expanduser().absolute()),
-        sft.columns(dataset),
-        chat=sft.is_chat(dataset),
+        finetuning.columns(dataset),
+        chat=finetuning.is_chat(dataset),
         sequences=config.train["global_batch_size"],
         vocabulary=config.shape.vocabulary,
     )

@@ -20,7 +20,7 @@ from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import allocation, environment
+from tp_invariant_recipes.settings import environment, run_config
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.sizing import room
@@ -97,7 +97,7 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     degrees = f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks"
     ranks = at.world
     if config.launcher.kind == "slurm":
-        allocated = allocation.from_config(config)
+        allocated = run_config.allocation_of(config)
         ranks, degrees = allocated.ranks, f"{degrees} on {counted(allocated.nodes, 'node')}, {allocated.ranks} on each"
     if not visible:
         yield Problem("", "device=gpu, but this machine shows no GPU", "device=cpu runs the toy models (tpi doctor)")

@@ -2,22 +2,10 @@
 
 from functools import partial
 
-from tp_invariant_recipes.check.invariant import (
-    delta_net,
-    examples,
-    experts,
-    families,
-    fp8,
-    graphs,
-    latent,
-    lora,
-    multi_token,
-    muon,
-    norms,
-    packed,
-    portable,
-    shards,
-)
+from tp_invariant_recipes.check.invariant import fp8, shards
+from tp_invariant_recipes.check.invariant import model as model_rules
+from tp_invariant_recipes.check.invariant import modes as mode_rules
+from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.check.invariant.limit import (
     cuts_sequences,
     has,
@@ -34,7 +22,7 @@ from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.model import LAYERS_OFF
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import hybrid_layers
-from tp_invariant_recipes.settings import low_precision, schema, sft
+from tp_invariant_recipes.settings import finetuning, low_precision, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import LEARNED
 
@@ -63,18 +51,18 @@ LIMITS = (
         lambda t: t.model.get("_target_") not in (None, *schema.PROVIDERS),
         f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers",
     ),
-    *delta_net.LIMITS,
-    *experts.LIMITS,
-    *families.LIMITS,
-    *graphs.LIMITS,
-    *latent.LIMITS,
-    *multi_token.LIMITS,
-    *muon.LIMITS,
-    *packed.LIMITS,
-    *portable.LIMITS,
-    *examples.LIMITS,
+    *model_rules.DELTA_NET_LIMITS,
+    *model_rules.EXPERT_LIMITS,
+    *model_rules.FAMILY_LIMITS,
+    *mode_rules.GRAPH_LIMITS,
+    *model_rules.LATENT_LIMITS,
+    *model_rules.MULTI_TOKEN_LIMITS,
+    *training_rules.MUON_LIMITS,
+    *training_rules.PACKED_LIMITS,
+    *mode_rules.PORTABLE_LIMITS,
+    *training_rules.EXAMPLE_LIMITS,
     *fp8.LIMITS,
-    *lora.LIMITS,
+    *training_rules.LORA_LIMITS,
     limit_of(lambda t: t.shape.hybrid, lacks(mode.HYBRID), mode.only(mode.HYBRID)),
     limit(
         lambda t: set(t.shape.pattern) - HYBRID_SIGNS,
@@ -85,7 +73,7 @@ LIMITS = (
         lambda t: t.model.get("use_mamba_mem_eff_path") is False,
         "Megatron's other path through a Mamba layer is not covered", "model.use_mamba_mem_eff_path=true",
     ),
-    *norms.LIMITS,
+    *model_rules.NORM_LIMITS,
     limit(
         lambda t: (
             t.shape.biased
@@ -120,7 +108,7 @@ LIMITS = (
     ),
     limit(
         lambda t: (
-            not sft.is_sft(t.section("dataset"))
+            not finetuning.is_sft(t.section("dataset"))
             and t.section("dataset").get("dataloader_type", "single") != "single"
         ),
         "which sequences a rank computes depends on dp", "dataset.dataloader_type=single",
@@ -131,7 +119,7 @@ LIMITS = (
     )),
     limit(
         lambda t: t.model.get("position_embedding_type") == LEARNED
-        and (not t.numerics.covers(mode.LEARNED) or norms.other_layers(t)),
+        and (not t.numerics.covers(mode.LEARNED) or model_rules.other_layers(t)),
         "learned positions are covered for GPT models of numerics=tree, without multi-token "
         "prediction or layers of their own", "model.position_embedding_type=rope",
     ),

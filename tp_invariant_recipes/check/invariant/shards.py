@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeGuard
 
-from tp_invariant_recipes.check.invariant import experts, fp8
+from tp_invariant_recipes.check.invariant import fp8
+from tp_invariant_recipes.check.invariant import model as model_rules
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.errors import Problem
-from tp_invariant_recipes.settings import delta_net, expert_groups, layout
+from tp_invariant_recipes.settings import delta_net, expert_groups, run_config
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Numbers of the model that are split into V shards.
@@ -86,7 +87,7 @@ def _virtual_shards(config: RunConfig) -> Iterator[Problem]:
         yield Problem("", f"{key}={shards} does not divide {', '.join(wrong)}", fits)
     elif shards % tp == 0:
         yield from _ragged(config)
-    elif not (config.train and layout.splits_unevenly(config)):
+    elif not (config.train and run_config.splits_unevenly(config)):
         yield Problem("", f"tp={tp} does not divide {key}={shards}", f"raise {key} or change tp")
 
 
@@ -197,7 +198,7 @@ def _unfilled(config: RunConfig, shards: int) -> Iterator[Problem]:
     if gated % VECTORS:
         numbers = "seq * model.num_attention_heads * model.kv_channels / numerics.virtual_shards"
         yield Problem(f"model.{delta_net.ATTENTION_GATE}=true", f"on a CPU {numbers} {must}")
-    if experts.routed(config, shards) % VECTORS:
+    if model_rules.routed(config, shards) % VECTORS:
         numbers = "seq / numerics.virtual_shards / numerics.context_shards * model.num_moe_experts"
         yield Problem(f"numerics={config.numerics.mode}", f"on a CPU {numbers} {must}")
 

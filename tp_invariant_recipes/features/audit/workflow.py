@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check.invariant import lora
+from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.compare import deviation
 from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.config import reserved
@@ -45,7 +45,7 @@ from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
-from tp_invariant_recipes.settings import cuda_graphs, peft
+from tp_invariant_recipes.settings import cuda_graphs, finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.activations import recorded as recorded_bytes
@@ -386,9 +386,9 @@ def _other_starts(config: RunConfig) -> list[str]:
     problems, etp = [], config.layout.etp
     if etp > 1 and config.numerics.initial_weights == "invariant" and config.weights.folder is None:
         problems.append(f"etp={etp}: every layout would begin with other experts; etp=1, or weights=FOLDER")
-    fields = peft.section(config)
-    if fields is not None and lora.of_experts(config, fields) and not config.numerics.invariant:
-        targets = [name for name in peft.targets(fields) if name not in peft.FEED_FORWARD]
+    fields = finetuning.section(config)
+    if fields is not None and training_rules.of_experts(config, fields) and not config.numerics.invariant:
+        targets = [name for name in finetuning.targets(fields) if name not in finetuning.FEED_FORWARD]
         problems.append(
             "adapters of experts begin with other weights in every layout, which is no rounding; "
             f"peft.target_modules=[{','.join(targets) or 'linear_qkv'}], or numerics=tree"

@@ -26,7 +26,7 @@ from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
-from tp_invariant_recipes.settings import environment, peft
+from tp_invariant_recipes.settings import environment, finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.sources import hf_models, weights
@@ -116,7 +116,7 @@ def export(request: ExportRequest, console: Console) -> ExportResult:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as temporary:
             copied = _describe(temporary, config, family, masters=masters)
-            adapters = _adapters(config, before.identity, merge=merge) if peft.adapts(config) else None
+            adapters = _adapters(config, before.identity, merge=merge) if finetuning.adapts(config) else None
             loading = f"loading and writing the weights of step {checkpoint.step}"
             if adapters and not merge:
                 with busy(console, loading):
@@ -144,12 +144,12 @@ def export(request: ExportRequest, console: Console) -> ExportResult:
 
 def _check_adapters(run: Path, config: RunConfig, *, masters: bool, merge: bool) -> None:
     """Raise ConfigError where the run's adapters, or their absence, do not allow what is asked for."""
-    if not peft.adapts(config):
+    if not finetuning.adapts(config):
         if merge:
             raise ConfigError(f"{run} has no adapters to merge: leave out --merge")
         return
-    fields = peft.section(config)
-    if fields is not None and not merge and config.shape.experts and peft.of_feed_forward(fields):
+    fields = finetuning.section(config)
+    if fields is not None and not merge and config.shape.experts and finetuning.of_feed_forward(fields):
         raise ConfigError(
             f"{run} has adapters of experts, which the library peft reads in no layout that tpi writes; add --merge"
         )
@@ -199,7 +199,7 @@ def _same_model(folder: Path, model: dict[str, Any]) -> bool:
 def _check_norms(config: RunConfig) -> None:
     """Raise ConfigError: adapters add to what a norm returns."""
     family = families.family_of(config.model)
-    after = {*peft.targets(peft.section(config) or {})} & {*ROW_PARALLEL}
+    after = {*finetuning.targets(finetuning.section(config) or {})} & {*ROW_PARALLEL}
     if family is not None and families.FAMILIES[family].after and after:
         raise ConfigError(
             f"Bridge adds adapters of {' and '.join(sorted(after))} after the norms that {family} has there, which "
@@ -212,7 +212,7 @@ def _adapters(config: RunConfig, identity: Mapping[str, Any], *, merge: bool) ->
     _check_norms(config)
     from tp_invariant_recipes.features.export.rank import Adapters
 
-    fields = dict(peft.section(config) or {})
+    fields = dict(finetuning.section(config) or {})
     if config.weights.folder is not None:
         base = Path(config.weights.folder)
         if weights.read(base).digest() != identity.get(WEIGHTS_DIGEST):

@@ -24,7 +24,7 @@ from tp_invariant_recipes.launch.resume import overrides_to_repeat
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import environment, peft
+from tp_invariant_recipes.settings import environment, finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import LEARNED
 from tp_invariant_recipes.sources import hf_models, weights
@@ -194,7 +194,7 @@ def is_repeated(override: Override) -> bool:
 def _of_run(source: Path, requested: Sequence[Override], step: int | None) -> tuple[Composed, Path, dict[str, Any]]:
     run_dir = RunDir(source)
     before = run_dir.read_run(RunFile)
-    if peft.adapts(run_dir.read_run_config()):
+    if finetuning.adapts(run_dir.read_run_config()):
         raise ConfigError(f"{source} has adapters: tpi export {source} FOLDER --merge, then name FOLDER")
     checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
     asked = given(requested, "numerics.mode")

@@ -21,7 +21,7 @@ from tp_invariant_recipes.data.tokenizer import BYTE_EOD
 from tp_invariant_recipes.errors import ConfigError, TpiError, reason, refuse
 from tp_invariant_recipes.features.rollouts.requests import SHOWN, Request, Sampling
 from tp_invariant_recipes.reading import MIB, TOKENS, parse_json, parse_object, read_limited, read_lines
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.keys import nearest
 
 SHORT_NAMES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "stop": "stop_strings"}
 NAMES = (*(field.name for field in fields(Sampling)), *SHORT_NAMES)  # of what is sampled

@@ -31,7 +31,7 @@ from tp_invariant_recipes.portable.ieee import draw
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.keys import nearest
 
 MODE = "portable"  # the numerics of a folder
 

@@ -6,7 +6,7 @@ from typing import Any
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.observe.recording import recording
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import sft
+from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.start import bridge
 from tp_invariant_recipes.training import experiments, rank
@@ -33,7 +33,7 @@ def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: 
     parts = run.identity_hash, run.layout, optimizer_state(config)
     separate = experts_separate(config.numerics.mode, config.model, run.layout)
     manifest: list = [ManifestWriter(*parts, separate_experts=separate, first=rank_info.rank == 0)]
-    if rank_info.rank == 0 and (folder := sft.index_folder(config)):
+    if rank_info.rank == 0 and (folder := finetuning.index_folder(config)):
         manifest.append(IndexRecorder(folder))
     last = rank_info.rank == rank_info.world_size - 1
     verdict = [experiments.Verdict(run_dir, config)] if last else []

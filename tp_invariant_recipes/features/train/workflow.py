@@ -19,7 +19,7 @@ from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import sft
+from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
 from tp_invariant_recipes.start.bridge import quiet
 
@@ -50,7 +50,7 @@ def check(planned: Plan) -> str:
     Returns what the user should know of the run's examples, "" if nothing.
     """
     check_checkpoint(planned)
-    return validate(planned, examples=sft.is_sft(planned.config.section("dataset")))
+    return validate(planned, examples=finetuning.is_sft(planned.config.section("dataset")))
 
 
 def check_checkpoint(planned: Plan, node: int = 0, nodes: int = 1) -> None:

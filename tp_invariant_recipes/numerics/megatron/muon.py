@@ -62,7 +62,7 @@ def whole_matrices(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _owns_copies(chunks: Iterable[Any], processes: Any) -> bool:
-    """As check/invariant/muon.py has it of a recipe's run."""
+    """As check/invariant/training.py has it of a recipe's run."""
     experts = any(chunk.config.num_moe_experts for chunk in chunks)
     return experts and processes.dp_cp.size() == 1 < processes.expt_dp.size()
 

@@ -4,7 +4,8 @@ import pytest
 
 from tests.trees import with_fields
 from tests.unit.check.invariant.test_config_delta_net import PACKED
-from tp_invariant_recipes.check.invariant.packed import LIMITS, PADDED, uneven
+from tp_invariant_recipes.check.invariant.training import PACKED_LIMITS as LIMITS
+from tp_invariant_recipes.check.invariant.training import PADDED, uneven
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
 

@@ -157,7 +157,7 @@ class InvariantLatentAttention(OnMesh, LatentAttention):
 
 
 def _beyond(config: Any) -> list[str]:
-    """List what the layer does not cover, in the words of check/invariant/latent.py; for programs of their own, too."""
+    """List what the layer does not cover, in the words of check/invariant/model.py; for programs of their own, too."""
     split = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
     fields = {
         "sequence_parallel=False": split,

@@ -1,0 +1,174 @@
+"""Rules of fine-tuning: examples and adapters."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tp_invariant_recipes.check.invariant import training as training_rules
+from tp_invariant_recipes.check.rule import Rule, value_of
+from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.settings import finetuning
+from tp_invariant_recipes.settings.keys import nearest
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+# The rules of fine-tuning on examples, whatever the numerics (docs/finetuning.md).
+
+_INDEX = f"dataset.dataset_kwargs.{finetuning.INDEX}"
+
+
+def _row(
+    test: Callable[[RunConfig], Any], text: str = "", solve: str = "", head: Callable[[RunConfig], str] | None = None
+) -> Rule[RunConfig]:
+    """Return a rule of runs on examples."""
+    return Rule(test, text, solve, needs=lambda t: finetuning.is_sft(t.section("dataset")), head=head)
+
+
+def _downloads(config: RunConfig) -> list[str]:
+    return [f"dataset.{name}" for name in finetuning.DOWNLOADS if config.at(f"dataset.{name}") not in (None, False)]
+
+
+def _index(config: RunConfig) -> Any:
+    return (config.at("dataset.dataset_kwargs") or {}).get(finetuning.INDEX)
+
+
+def _packing(config: RunConfig) -> Problem | None:
+    specs, section = finetuning.packing(config), f"dataset.{finetuning.PACKING}"
+    if specs is None:
+        return None
+    size, length = specs.get("packed_sequence_size"), config.shape.sequence
+    if size != length:
+        key = f"{section}.packed_sequence_size"
+        return Problem(f"{key}={size}", f"a row has model.seq_length={length} tokens", f"{key}={length} or seq={size}")
+    if places := [f"{section}.{name}" for name in finetuning.PACKED_FILES if specs.get(name) is not None]:
+        return Problem(places[0], "tpi packs the examples of dataset.dataset_root", f"{places[0]}=null")
+    if config.device.kind == "cpu" and not config.numerics.invariant:
+        return Problem("", "on a CPU Megatron-Core has no attention for packed sequences but with numerics=tree")
+    return None
+
+
+def _tokenizer(config: RunConfig) -> Problem | None:
+    key = "tokenizer.tokenizer_type"
+    if (kind := config.at(key)) != "HuggingFaceTokenizer":
+        return Problem(f"{key}={kind}", "examples are text", f"{key}=HuggingFaceTokenizer")
+    if config.at("tokenizer.tokenizer_model"):
+        return None
+    return Problem("", "a recipe for fine-tuning needs tokenizer.tokenizer_model=FOLDER, of Hugging Face")
+
+
+EXAMPLE_RULES = (
+    _row(
+        lambda t: t.data.kind != "recipe",
+        "this recipe trains on examples",
+        "leave it out, dataset.dataset_root=FOLDER",
+        head=lambda t: f"data={t.data.kind}",
+    ),
+    _row(
+        _downloads,
+        "tpi downloads no examples",
+        f"leave it out, dataset.dataset_root=FOLDER has {finetuning.TRAINING}",
+        head=lambda t: ", ".join(_downloads(t)),
+    ),
+    _row(
+        lambda t: not _downloads(t) and t.at("dataset.dataset_root") is None,
+        "a recipe for fine-tuning needs dataset.dataset_root=FOLDER, "
+        f"which has {finetuning.TRAINING}: an example a line",
+    ),
+    _row(_packing),
+    _row(
+        lambda t: t.at("dataset.dataloader_type") != "batch",
+        "it does not go through the examples again",
+        "dataset.dataloader_type=batch",
+        head=value_of("dataset.dataloader_type"),
+    ),
+    _row(_tokenizer),
+    _row(_index, "the index goes to run.dir", "set run.dir=PATH", head=lambda t: f"{_INDEX}={_index(t)}"),
+    _row(
+        lambda t: t.at("validation.eval_iters") and t.at("dataset.do_validation") is False,
+        "validation.eval_iters without examples to validate",
+        "dataset.do_validation=true, or validation.eval_iters=0",
+    ),
+)
+
+
+# The rules of LoRA, whatever the numerics (docs/finetuning.md).
+
+Fields = Mapping[str, Any]  # of a section `peft`
+
+_SHARED = "peft.share_expert_adapters"
+
+
+def _unknown(config: RunConfig, fields: Fields) -> Problem | None:
+    known = (*finetuning.TARGETS, *finetuning.OTHERS)
+    wrong = next((name for name in finetuning.targets(fields) if not {"*", "."} & {*name} and name not in known), None)
+    return Problem("peft.target_modules", f"no layer is named {wrong}{nearest(wrong, known)}") if wrong else None
+
+
+def _divided(config: RunConfig, fields: Fields) -> Problem | None:
+    tp, rank = config.layout.tp, finetuning.dim(fields)
+    shared = any(name.endswith((*finetuning.COLUMN_PARALLEL, *finetuning.WHOLE)) for name in finetuning.targets(fields))
+    if rank % tp == 0 or not (shared or training_rules.of_experts(config, fields)):
+        return None
+    text = f"tp={tp} does not divide peft.dim={rank}, whose rows the ranks share"
+    return Problem("", text, f"peft.dim={-(-rank // tp) * tp}")
+
+
+def _latents(config: RunConfig, fields: Fields) -> Problem | None:
+    shape, tp = config.shape, config.layout.tp
+    widths = {"linear_q_down_proj": shape.query_latent, "linear_kv_down_proj": shape.key_latent + shape.turned_key}
+    wrong = next((name for name in finetuning.WHOLE if name in finetuning.targets(fields) and widths[name] % tp), None)
+    if wrong is None:
+        return None
+    text = f"tp={tp} does not divide the {widths[wrong]} rows of an adapter of {wrong}"
+    return Problem("", text, "leave it out of peft.target_modules")
+
+
+def _methods(config: RunConfig, fields: Fields) -> Problem | None:
+    wrong = {
+        name: fields[name]
+        for name in finetuning.METHOD_FIELDS
+        if fields.get(name, finetuning.METHODS[0]) not in finetuning.METHODS
+    }
+    only = f"adapters begin with {', '.join(finetuning.METHODS)} only"
+    return next((Problem(f"peft.{name}={value}", only) for name, value in wrong.items()), None)
+
+
+def _draws_others(config: RunConfig, fields: Fields) -> bool:
+    """Whether invariant weights are wanted of adapters that have none under stock numerics."""
+    if config.numerics.invariant or config.numerics.initial_weights != "invariant":
+        return False
+    return training_rules.of_experts(config, fields) or not {*finetuning.targets(fields)} <= {*finetuning.TARGETS}
+
+
+def _shares_adapter(config: RunConfig, fields: Fields) -> bool:
+    """Whether experts that are not grouped would share an adapter."""
+    grouped = config.numerics.invariant or config.model.get("moe_grouped_gemm")
+    return not grouped and bool(fields.get("share_expert_adapters")) and training_rules.of_experts(config, fields)
+
+
+def _rule(test: Callable[[RunConfig, Fields], Any], text: str = "", solve: str = "", key: str = "") -> Rule[RunConfig]:
+    """Return a rule of a run with adapters, and of its section."""
+    head = (lambda t: key) if key else None
+    return Rule(lambda t: test(t, finetuning.section(t) or {}), text, solve, needs=finetuning.adapts, head=head)
+
+
+ADAPTER_RULES = (
+    _rule(_unknown),
+    _rule(_divided),
+    _rule(_latents),
+    _rule(
+        lambda t, _: not (t.weights.folder or t.at("checkpoint.pretrained_checkpoint")),
+        "LoRA adapts weights that are there: weights=FOLDER of Hugging Face, or "
+        "checkpoint.pretrained_checkpoint=RUN/checkpoints",
+    ),
+    _rule(_methods),
+    _rule(
+        _draws_others,
+        f"numerics.initial_weights=invariant draws adapters of {', '.join(finetuning.TARGETS)} and of no experts",
+        "numerics.initial_weights=megatron",
+    ),
+    _rule(
+        _shares_adapter,
+        "experts that are not grouped have an adapter each",
+        f"{_SHARED}=false, or numerics=tree",
+        f"{_SHARED}=true",
+    ),
+)

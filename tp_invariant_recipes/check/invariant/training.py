@@ -1,0 +1,206 @@
+"""What the invariant modes cover of how a model is trained: Muon, examples, packed sequences, adapters."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from tp_invariant_recipes.check.invariant import fp8
+from tp_invariant_recipes.check.invariant.limit import (
+    Test,
+    cuts_sequences,
+    has,
+    lacks,
+    limit,
+    limit_of,
+    uncaptured,
+    uncut,
+)
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.cpu_host.vectors import VECTORS
+from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.fields.field import as_text
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.settings import cuda_graphs, finetuning, muon
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+# The limits of Muon, which orthogonalises whole matrices (numerics/megatron/muon.py).
+
+
+def _computes(config: RunConfig) -> bool:
+    return muon.computes(config.section("optimizer"))
+
+
+def _value(config: RunConfig, name: str) -> object:
+    return config.section("optimizer").get(name, muon.READ[name])
+
+
+def _unread(name: str) -> Test:
+    return lambda t: not _computes(t) and _value(t, name) != muon.READ[name]
+
+
+MUON_LIMITS = (
+    limit(
+        lambda t: _computes(t) and _value(t, muon.TP_MODE) != muon.WHOLE,
+        "Muon would orthogonalise the part of a matrix that a rank has",
+        f"optimizer.{muon.TP_MODE}={muon.WHOLE}",
+    ),
+    *(limit(_unread(name), f"optimizer.{name}: only Muon reads it", "leave it unset") for name in muon.READ),
+    limit(
+        lambda t: muon.is_layer_wise(t.section("optimizer")) and muon.owns_copies(t),
+        "without data-parallel ranks Megatron-Core saves each copy of an expert as the only one",
+        f"optimizer.{muon.LAYER_WISE}=false",
+    ),
+    limit(
+        lambda t: _computes(t) and finetuning.adapts(t),
+        "adapters have not been trained with Muon",
+        "optimizer.optimizer=adam",
+    ),
+)
+
+
+# What the invariant numerics cover of fine-tuning on examples.
+
+
+def _options(config: RunConfig) -> Mapping[str, Any]:
+    return config.at("dataset.dataset_kwargs") or {}
+
+
+_example_row = partial(limit_of, lambda t: finetuning.is_sft(t.section("dataset")))
+_per_token = partial(limit_of, has("calculate_per_token_loss"))
+
+EXAMPLE_LIMITS = (
+    _example_row(lacks(mode.FINETUNING), mode.only(mode.FINETUNING)),
+    _example_row(
+        lambda t: not _options(t).get("pad_to_max_length"),
+        "how far an example is padded depends on the others of its rank",
+        "dataset.dataset_kwargs.pad_to_max_length=true",
+    ),
+    _example_row(
+        lambda t: _options(t).get("get_attention_mask_from_fusion") is False,
+        "a mask of the data's own has no invariant version",
+        "dataset.dataset_kwargs.get_attention_mask_from_fusion=true",
+    ),
+    _example_row(
+        cuts_sequences,
+        "fine-tuning with context parallelism is not covered: a shard may have no token that counts",
+        "cp=1, and leave numerics.context_shards out",
+    ),
+    _per_token(lacks(mode.TOKEN_LOSS), mode.only(mode.TOKEN_LOSS), "model.calculate_per_token_loss=false"),
+    _per_token(
+        cuts_sequences,
+        "context-parallel ranks would count a sequence's tokens several times",
+        "model.calculate_per_token_loss=false",
+    ),
+)
+
+
+# What the invariant numerics cover of packed sequences (numerics/megatron/attention/packed.py).
+
+PADDED = "dataset.offline_packing_specs.pad_seq_to_mult"
+WITHOUT = "dataset.enable_offline_packing=false"
+
+
+def _packed_row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], text: str, solve: str = "") -> Rule[RunConfig]:
+    """wrong: of a run with packed sequences, and of how they are packed."""
+    return limit(lambda t: (specs := finetuning.packing(t)) is not None and wrong(t, specs), text, solve)
+
+
+def divisors(config: RunConfig) -> tuple[int, ...]:
+    """Return what divides the length of each packed sequence: V where it is known, and the tokens of a sum in FP8."""
+    shards = config.numerics.virtual_shards
+    known = (shards,) if isinstance(shards, int) and shards > 0 else ()
+    return (*known, *((each,) if (each := fp8.tokens(config)) > 1 else ()))
+
+
+def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
+    """Whether one of `divisors` does not divide each packed sequence, or one is padded by less than two tokens."""
+    multiple = specs.get("pad_seq_to_mult") or 1
+    return multiple < 2 or any(multiple % divisor for divisor in divisors(config))
+
+
+def fitting(config: RunConfig, multiple: int) -> int:
+    """Return the next multiple of what packed sequences are padded to that fits; 8 where nothing says what does."""
+    return max(2, math.lcm(multiple, *(divisors(config) or (8,))))
+
+
+def _uneven_padding(config: RunConfig) -> Problem | None:
+    specs = finetuning.packing(config)
+    if specs is None or not uneven(config, specs):
+        return None
+    multiple = specs.get("pad_seq_to_mult")
+    text = "virtual shards, and blocks in low precision, divide each packed sequence, and its padding is told apart"
+    return Problem(f"{PADDED}={as_text(multiple)}", text, f"{PADDED}={fitting(config, multiple or 1)}")
+
+
+def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
+    """Return the number of router logits for a virtual shard of the shortest sequence; 0 without experts."""
+    each = specs["pad_seq_to_mult"] // (config.numerics.virtual_shards or 1)
+    return each * config.shape.experts
+
+
+PACKED_LIMITS = (
+    _packed_row(lambda t, _: lacks(mode.PACKED)(t), mode.only(mode.PACKED), WITHOUT),
+    limit(_uneven_padding),
+    _packed_row(
+        lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
+        "the number of sequences differs from row to row, and a captured step has one",
+        "cuda_graph=off, dataset.offline_packing_specs.pad_cu_seqlens=false",
+    ),
+    _packed_row(
+        lambda t, specs: t.device.kind == "cpu" and not uneven(t, specs) and _routed(t, specs) % VECTORS,
+        f"on a CPU dataset.offline_packing_specs.pad_seq_to_mult / numerics.virtual_shards * model.num_moe_experts "
+        f"must be a multiple of {VECTORS}",
+    ),
+    _packed_row(
+        lambda t, _: t.shape.depths and not t.model.get("calculate_per_token_loss"),
+        "multi-token prediction of packed sequences is covered where each token counts alike",
+        "model.calculate_per_token_loss=true",
+    ),
+    _packed_row(
+        lambda t, _: t.ledger.trace is not None,
+        "a trace has one place for the module of a row, which runs once for each sequence",
+        "leave ledger.trace out",
+    ),
+)
+
+
+# What the invariant numerics cover of LoRA.
+
+# Fields that add other layers or sums.
+OFF = ("exclude_modules", "canonical_mapping", "a2a_experimental", "sequence_parallel_input_regather", "lora_dtype")
+
+
+def of_experts(config: RunConfig, fields: Mapping[str, Any]) -> bool:
+    """Whether adapters are of experts: feed-forward layers of a model with experts have all one name."""
+    return bool(config.shape.experts) and finetuning.of_feed_forward(fields)
+
+
+def _lora_row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], text: str, solve: str = "") -> Rule[RunConfig]:
+    """wrong: of a run with adapters, and of its section."""
+    return limit(lambda t: (fields := finetuning.section(t)) is not None and wrong(t, fields), text, solve)
+
+
+def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], Any]:
+    return lambda t, fields: fields.get(name)
+
+
+LORA_LIMITS = (
+    _lora_row(lambda t, _: not t.numerics.covers(mode.LORA), mode.only(mode.LORA)),
+    _lora_row(
+        lambda t, fields: not finetuning.targets(fields) or {*finetuning.targets(fields)} - {*finetuning.TARGETS},
+        f"of layers only {', '.join(finetuning.TARGETS)} have invariant adapters, in all layers alike",
+        "name these in peft.target_modules",
+    ),
+    _lora_row(
+        lambda t, fields: fields.get("dropout"),
+        "dropout of adapters draws other numbers in every layout", "peft.dropout=0",
+    ),
+    *(_lora_row(_off(name), f"peft.{name} is not covered", "leave it unset") for name in OFF),
+    limit_of(finetuning.adapts, *uncut("LoRA has")),
+    limit_of(finetuning.adapts, *uncaptured("adapters have")),
+    _lora_row(
+        lambda t, _: t.model.get("pipeline_model_parallel_layout"),
+        "a stage without layers has no adapter to send a gradient to", "model.pipeline_model_parallel_layout=null",
+    ),
+)  # fmt: skip
