@@ -175,38 +175,3 @@ STOCK_ROWS = (
     ("nemotron", LATENT, _TP),
     ("qwen3", f"gbs=1 {AHEAD} {RECOMPUTED}", _TP),
 )
-
-# A model, what is held fixed, and an override that makes another model of it.
-PARTS = (
-    ("qwen3", "gbs=1", _YARN),
-    ("qwen3", "gbs=1", "model.no_rope_freq=[0,1]"),
-    ("qwen3", "gbs=1 model.no_rope_freq=[0,1]", "model.no_rope_freq=[1,0]"),
-    ("deepseek", AHEAD, "model.mtp_loss_scaling_factor=0.3"),
-    ("nemotron", HYBRID_AHEAD, "model.mtp_loss_scaling_factor=0.3"),
-    *(
-        (model, "gbs=1", override)
-        for model, overrides in {
-            "gemma2": (
-                *("model.attn_logit_softcapping=0.05", "model.final_logit_softcapping=0.5"),
-                *("model.window_size=[63,0]", "model.query_pre_attn_scalar=64"),
-            ),
-            "gemma3": (
-                *("model.window_size=64", "model.rotary_base=[500,1000000]", "model.interleaved_attn_pattern=[5,1]"),
-            ),
-            "gpt": (
-                *("model.normalization=RMSNorm", "model.position_embedding_type=rope"),
-                "model.activation_func=megatron.core.activations.quick_gelu",
-            ),
-            "gpt_oss": (
-                *("model.softmax_type=vanilla", "model.activation_func_clamp_value=0.01"),
-                *("model.glu_linear_offset=0.0", "model.window_size=null"),
-            ),
-            "next": (
-                "model.experimental_attention_variant=null model.linear_attention_freq=null"
-                " model.linear_key_head_dim=null model.linear_value_head_dim=null",
-                *("model.attention_output_gate=false", "model.moe_shared_expert_gate=false"),
-            ),
-        }.items()
-        for override in overrides
-    ),
-)

@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 from tests.unit.ledger.test_certificate import sealed_archive
 from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
-from tp_invariant_recipes.compare.compare import compare
+from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.text import remarks, verdict_line
 from tp_invariant_recipes.data import sequences
@@ -158,10 +158,19 @@ MATRIX = Matrix("qwen3_toy", ("tp=1,2",), (Axis("tp", ("1", "2")),), tuple(CELLS
 
 
 def use(ledger) -> None:
-    """All that a command does with a ledger."""
+    """All that a command does with a ledger. One that records another thing is never identical to the sound one."""
     for pair in ((ledger, LEDGER), (LEDGER, ledger), (ledger, ledger)):
         comparison = compare(*pair)
         verdict_line(comparison), remarks(comparison), json.dumps(report((comparison,))).encode()
+        if LEDGER in pair and comparison.verdict is Verdict.IDENTICAL:
+            assert _recorded(ledger) == _recorded(LEDGER)
+
+
+def _recorded(ledger) -> tuple:
+    """What runs with equal bits have in common; a run chooses the steps that it traces."""
+    header = ledger.header
+    steps = [replace(step, trace=None) for step in ledger.steps]
+    return header.identity, header.initial, {*header.parameters}, steps
 
 
 def rehashed(data: bytes) -> bytes:
