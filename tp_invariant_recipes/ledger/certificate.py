@@ -12,7 +12,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,21 +75,7 @@ def certify(run: Path) -> bytes:
     ledger = parse(file, members[FILE_NAME])
     lines = members[FILE_NAME].split(b"\n")[: 1 + len(ledger.steps)]
     members[FILE_NAME] = b"".join(line + b"\n" for line in lines)
-    return pack(members, KIND, _summary(run, members, ledger))
-
-
-def pack(members: dict[str, bytes], kind: str, summary: dict[str, Any]) -> bytes:
-    """Pack members with their manifest, and seal the archive. Raises LedgerError: a member is too large."""
-    return _sealed(_archive({MANIFEST: _manifest(members, kind, summary)} | members))
-
-
-def unpack(file: Path, data: bytes, names: Sequence[str], kind: str) -> tuple[dict[str, bytes], CertificateManifest]:
-    """Return the members of an archive that has only these, and its manifest, checked. LedgerError: it is damaged."""
-    try:
-        members = _unpack(data, names)
-        return members, _checked(members, names, kind)
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise LedgerError(f"{file} is not a whole certificate: {reason(error)}") from error
+    return _sealed(_archive({MANIFEST: _manifest(members, _summary(run, members, ledger))} | members))
 
 
 def check(path: str | os.PathLike) -> Certificate:
@@ -100,13 +86,14 @@ def check(path: str | os.PathLike) -> Certificate:
 
 def open_certificate(file: Path, data: bytes) -> Certificate:
     """Check the bytes of a certificate; `file` names it in errors. LedgerError: as `check`."""
-    members, manifest = unpack(file, data, MEMBERS, KIND)
     try:
+        members = _unpack(data)
+        manifest = _checked(members)
         ledger = parse(file, members[FILE_NAME])
         summary = manifest.summary
         if canonical(summary) != canonical(_summary(file, members, ledger)):
             raise ValueError("its summary does not fit its members")
-    except ValueError as error:
+    except (ValueError, zipfile.BadZipFile) as error:
         raise LedgerError(f"{file} is not a whole certificate: {reason(error)}") from error
     return Certificate(file, hashlib.sha256(members[MANIFEST]).hexdigest(), summary, ledger)
 
@@ -154,26 +141,26 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
     }
 
 
-def _manifest(members: dict[str, bytes], kind: str, summary: dict[str, Any]) -> bytes:
+def _manifest(members: dict[str, bytes], summary: dict[str, Any]) -> bytes:
     described = {name: _member(data) for name, data in members.items()}
-    return canonical(CertificateManifest(kind, SCHEMA, summary, described).as_json()).encode()
+    return canonical(CertificateManifest(KIND, SCHEMA, summary, described).as_json()).encode()
 
 
 def _member(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _checked(members: dict[str, bytes], names: Sequence[str], kind: str) -> CertificateManifest:
+def _checked(members: dict[str, bytes]) -> CertificateManifest:
     """Return the manifest. ValueError: it is invalid, or describes other members."""
     data = members[MANIFEST]
     manifest = checked(CertificateManifest, parse_object(data))
-    if manifest.kind != kind or manifest.schema != SCHEMA:
+    if manifest.kind != KIND or manifest.schema != SCHEMA:
         raise ValueError(f"its manifest is not of schema {SCHEMA}, which this version reads")
-    for name in names:
+    for name in MEMBERS:
         if manifest.members.get(name) != _member(members[name]):
             raise ValueError(f"{name} was altered: it is not what the manifest says")
     # The manifest must have exactly this content and form, since the hash covers its bytes.
-    if data != _manifest({name: members[name] for name in names}, kind, manifest.summary):
+    if data != _manifest({name: members[name] for name in MEMBERS}, manifest.summary):
         raise ValueError("its manifest holds more than a manifest does, or in another form")
     return manifest
 
@@ -205,7 +192,7 @@ def _seal(body: bytes) -> bytes:
     return f"{_SEAL}{hashlib.sha256(body).hexdigest()}".encode()
 
 
-def _unpack(data: bytes, wanted: Sequence[str]) -> dict[str, bytes]:
+def _unpack(data: bytes) -> dict[str, bytes]:
     """Return the members. ValueError or BadZipFile: the archive is damaged, or does not hold exactly these members."""
     body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
     if not data.startswith(CERTIFICATE_START) or seal != _seal(body):
@@ -213,8 +200,8 @@ def _unpack(data: bytes, wanted: Sequence[str]) -> dict[str, bytes]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         names = [entry.filename for entry in entries]
-        if names != [MANIFEST, *wanted]:
-            raise ValueError(f"it holds {', '.join(names)} and not just {', '.join((MANIFEST, *wanted))}")
+        if names != [MANIFEST, *MEMBERS]:
+            raise ValueError(f"it holds {', '.join(names)} and not just {', '.join((MANIFEST, *MEMBERS))}")
         offset = 0
         for entry in entries:
             # Refuse any data between the members, since nobody would see it; the size shows what headers are longer.

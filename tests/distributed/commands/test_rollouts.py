@@ -121,18 +121,6 @@ def test_greedy_tokens_are_those_of_transformers(folder, generated):
     assert not all(drawn)
 
 
-@pytest.mark.release
-def test_certificates_have_no_layout(shared, folder, generated):
-    for name, words in (("one", ()), ("two", ("tp=2", "--batch", "1"))):
-        shared("generate", "qwen3", "p.jsonl", "max_tokens=3", *words, "--out", name, status=0)
-        shared("certify", name, status=0)
-    first, second = (
-        json.loads(shared("certify", "--check", f"{n}.tpicert", "--json", status=0).stdout) for n in ("one", "two")
-    )
-    assert first["hash"] == second["hash"]
-    assert first["completions"] == len(LENGTHS)
-
-
 STOPPED = ((signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL))
 
 

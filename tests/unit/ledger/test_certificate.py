@@ -196,7 +196,7 @@ def forgeries(data: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"another {title} of the manifest", sealed_archive(held | {MANIFEST: text.encode()})
     first, *steps = held["ledger.jsonl"].splitlines(keepends=True)
     turned = {name: held[name] for name in MEMBERS} | {"ledger.jsonl": b"".join([first, *reversed(steps)])}
-    made = certificate._manifest(turned, certificate.KIND, manifest["summary"])
+    made = certificate._manifest(turned, manifest["summary"])
     yield "a reordered ledger with its manifest", sealed_archive({MANIFEST: made} | turned)
 
 

@@ -36,14 +36,13 @@ from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.ranks import Outcome
-from tp_invariant_recipes.ledger import certificate, dumps, evidence, rollout_certificate, stream, tail
+from tp_invariant_recipes.ledger import certificate, dumps, evidence, stream, tail
 from tp_invariant_recipes.ledger.dumps import RANKS, Dumped, distance, file_of, read_step
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.reading import parse_json
@@ -369,19 +368,12 @@ def request(folder: Path, data: bytes) -> None:
 
 
 def completion(folder: Path, data: bytes) -> None:
-    """A line of `tpi generate`'s output: in OUT.partial, as a sequence and in a certificate."""
+    """A line of `tpi generate`'s output: in OUT.partial, and as a sequence."""
     (folder / "part-0.jsonl").write_bytes(data + b"\n")
     rollout_lines.places(folder)
     sequence(folder, data)
-    kept = {"identity.json": canonical(IDENTITY).encode(), "rollouts.jsonl": data + b"\n"}
-    summary = {"requests": 1, "completions": 1, "tokens": 2, "numerics": "portable"}
-    summary |= {name: IDENTITY[name] for name in ("weights", "sampling", "digests")}
-    packed = certificate.pack(kept, rollout_certificate.KIND, summary)
-    (folder / "r.tpicert").write_bytes(packed)
-    rollout_certificate.summary_words(rollout_certificate.check(folder / "r.tpicert").summary).encode()
 
 
-IDENTITY = {"weights": {}, "numerics": {"mode": "portable"}, "sampling": {}, "requests": {"count": 1}, "digests": True}
 COMPLETED = {"id": "a[0]", "request": "a", "sample": 0, "prompt_token_ids": [5], "token_ids": [3, 4]}
 
 
@@ -572,7 +564,7 @@ CONFIGS = (
 @pytest.mark.parametrize("config", CONFIGS, ids=[repr(config[:24]) for config in CONFIGS])
 def test_a_certificate_with_a_forged_configuration_is_refused(config):
     members = MEMBERS | {"config.yaml": config}
-    manifest = certificate._manifest(members, certificate.KIND, {})
+    manifest = certificate._manifest(members, {})
     with pytest.raises(LedgerError) as caught:
         certificate.open_certificate(Path("a.tpicert"), sealed_archive({certificate.MANIFEST: manifest} | members))
     assert str(caught.value).startswith("a.tpicert: not the files of a run: config.yaml: ")
