@@ -31,6 +31,19 @@ HOLD = {
     "sk-" + "a1" * 18: "…",
     f"https://{'a1' * 12}@host/a": "https://…@host/a",
     f"https://host/a?X-Amz-Signature={'0f' * 16}": "https://host/a?X-Amz-Signature=…",
+    f"wandb login {'0f' * 20}": "wandb login …",
+    f"docker login -u me -p {PASSWORD} host": "docker login -u me -p … host",
+    f"sshpass -p {PASSWORD} ssh x": "sshpass -p … ssh x",
+    f"curl -s -u me:{PASSWORD} https://x": "curl -s -u me:… https://x",
+    f"curl -H 'X-Api-Key: {PASSWORD}'": "curl -H 'X-Api-Key: …'",
+    f"password: {PASSWORD}": "password: …",
+    "export DB_PASSWORD=12345678": "export DB_PASSWORD=…",
+    f"MYSQL_PWD={PASSWORD} SSHPASS={PASSWORD}": "MYSQL_PWD=… SSHPASS=…",
+    f"SENTRY_DSN={PASSWORD}": "SENTRY_DSN=…",
+    f"https://u:a@{PASSWORD}@host/b": "https://…@host/b",
+    f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{'a1' * 20}": "…",
+    "SK" + "0f" * 16: "…",  # this and the next: of detect-secrets alone
+    "sk_live_" + "a1" * 12: "…",
     "-----BEGIN PRIVATE KEY-----\nabc": "-----BEGIN PRIVATE KEY-----…",
 }
 HARMLESS = (
@@ -42,7 +55,14 @@ HARMLESS = (
         "ssh://git@host/x",
     ),
     *("sqlite:////a/b", "['/a:/b:ro']", "--batch-tokens 0", "docker://nvcr.io#nvidia/pytorch:25.01", "--pass=1"),
-    *("module load cuda/13", "http://10.0.0.1:8080/p@th", "first pass: decoder", "cluster.forward=[WANDB_API_KEY]"),
+    *(
+        "module load cuda/13",
+        "http://10.0.0.1:8080/p@th",
+        "first pass: decoder",
+        "export PWD=/x",
+        "wandb login",
+        "cluster.forward=[WANDB_API_KEY]",
+    ),
     *("/data/" + "0f" * 20, "0f" * 20),
 )
 
@@ -111,7 +131,22 @@ def test_a_configuration_of_others_is_written_without_them():
 
 
 def test_names_of_secrets():
-    assert all(map(secrets.named, ("GITHUB_PAT", "DB_PW", "HF_AUTH", "x.pass", "WANDB_API_KEY", "MY_TOKENIZER_TOKEN")))
+    assert all(
+        map(
+            secrets.named,
+            (
+                "GITHUB_PAT",
+                "DB_PW",
+                "SSHPASS",
+                "MYSQL_PWD",
+                "PG_DSN",
+                "HF_AUTH",
+                "x.pass",
+                "WANDB_API_KEY",
+                "MY_TOKENIZER_TOKEN",
+            ),
+        )
+    )
     others = ("PATH", "PATTERN", "PASSES", "TOKENIZERS_PARALLELISM", "NUM_OF_TOKENS_PER_CHUNK", "NCCL_DEBUG")
     assert not any(map(secrets.named, others))
 
