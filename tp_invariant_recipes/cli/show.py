@@ -187,13 +187,11 @@ def _sections_of(text: str, overrides: "list[Override]") -> Sections:
 def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Sections]:
     """Return the recipe's own settings, and those of a run of the recipe."""
     from tp_invariant_recipes.settings.sections import OWN_KEYS
-    from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process
+    from tp_invariant_recipes.sources import recipe_layer
 
     run = _sections_of(recipe, overrides)
-    named, folder = f"recipe={run['recipe']['name']}", run["recipe"]["hf_folder"]
-    question = (named, folder, run["data"]["kind"] == "text")
-    recipe_answers.prepare(named, *question, hf_folder=folder)
-    sections = recipe_process.run(named, lambda: recipe_layer.read_recipe(*question).own)
+    question = (f"recipe={run['recipe']['name']}", run["recipe"]["hf_folder"], run["data"]["kind"] == "text")
+    sections = recipe_layer.read_recipe(*question).own
     own = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
     return [{**run, **sections, "tokenizer": own | sections["tokenizer"]}, run]
 

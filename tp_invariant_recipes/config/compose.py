@@ -5,7 +5,7 @@ is adjusted, and every rule is asked.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from tp_invariant_recipes.config.overrides import (
     of_two_keys,
     parse,
     parse_all,
-    question,
     read_recipe,
 )
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, listed, refuse
@@ -33,9 +32,10 @@ from tp_invariant_recipes.settings import conf_files, finetuning, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS, nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS
+from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sizing import room
-from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
+from tp_invariant_recipes.sources import recipe_layer, recipe_source
 
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
 # Groups that a recipe decides unless the command line names an option.
@@ -77,21 +77,8 @@ def compose(
     requested = parse_all(overrides)
     if recipe_source.is_recipe(model):
         model = recipe_source.absolute(model) or model
-        with suppress(ConfigError):  # `_compose` lists it with the other problems
-            if recipe_process.forks():
-                asked = question(model, requested)
-                recipe_answers.prepare(model, *asked, hf_folder=asked[1])
+        recipe_layer.read_recipe.cache_clear()  # its file may have changed since
     defaults = [parse(f"{group}={it}") for group, it in {"device": device, "numerics": numerics}.items() if it]
-    return recipe_process.run(model, lambda: _compose(model, requested, defaults, also))
-
-
-def _compose(
-    model: str,
-    requested: Sequence[Override],
-    defaults: Sequence[Override],
-    also: Callable[[RunConfig], list[str]] | None,
-) -> Composed:
-    """As `compose`, in a process that may call the recipe."""
     problems = conf_files.problems()
     known = _is_known(model, requested, problems)
     problems += of_two_keys(requested)
@@ -152,7 +139,9 @@ def _typed(model: str, sound: Sequence[Override], problems: list[str]) -> tuple[
     cluster = next(iter(cluster_files(sound)), None)
     try:
         tree = hydra_tree.merged(_options(model, sound, recipe), cluster, recipe.text if recipe else None)
-        fitting = fitting_overrides(hydra_tree.plain(tree), sound, problems)
+        fields = recipe.fields if recipe else None
+        own = {recipe.own["model"][schema.PROVIDER]: field_table.hints(fields)} if recipe and fields else {}
+        fitting = fitting_overrides(hydra_tree.plain(tree), sound, problems, own)
         values = [*_cluster_name(cluster), *((o.path, o.data) for o in fitting if not o.group)]
         sections = hydra_tree.resolved(tree, values, cluster)
     except ConfigError as error:

@@ -6,6 +6,7 @@ A wrong word is left out, and the run is composed without it, so that one messag
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from tp_invariant_recipes.check import typed as typed_rules
@@ -40,17 +41,20 @@ def sound_overrides(model: str, overrides: Sequence[Override], problems: list[st
     return sound
 
 
-def fitting_overrides(tree: Mapping[str, Any], overrides: Sequence[Override], problems: list[str]) -> list[Override]:
+def fitting_overrides(
+    tree: Mapping[str, Any], overrides: Sequence[Override], problems: list[str], own: field_table.Hints
+) -> list[Override]:
     """Return the overrides whose values fit their fields, with their types. What is wrong with others is a problem.
 
     tree: what the options of groups make, for the classes of its sections. An interpolation is judged once resolved.
+    own: classes of a recipe's own, which this process does not import.
     """
     judged = [o for o in overrides if not o.group and "." in o.path and "${" not in str(o.data)]
     typed = _sections(tree, judged)
     asked = {
         section: [name for name in fields if f"{section}.{name}" not in _OF_SHORT] for section, fields in typed.items()
     }
-    wrong = misfits(typed, asked) | _lost_precision(tree, overrides)
+    wrong = misfits(typed, asked, own) | _lost_precision(tree, overrides)
     problems += wrong.values()
     fitting = [o for o in overrides if not any(f"{o.path}.".startswith(f"{path}.") for path in wrong)]
     return [_with_type(override, typed) if override in judged else override for override in fitting]
@@ -81,14 +85,17 @@ def _with_type(override: Override, sections: Mapping[str, Any]) -> Override:
     return override if inside else replace(override, data=sections[section][name])
 
 
-def misfits(sections: dict[str, Any], requested: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def misfits(
+    sections: dict[str, Any], requested: Mapping[str, Sequence[str]], own: field_table.Hints = MappingProxyType({})
+) -> dict[str, str]:
     """Path -> problem, for every value that is out of its range or has another type. Plain values get their types.
 
     requested: section -> fields that only Bridge may be able to judge; it is imported for no other.
+    own: as for `fitting_overrides`.
     """
     out_of_range = typed_rules.wrong(sections)
     wrong: dict[str, str] = {}
-    table = field_table.read()
+    table = {**field_table.read(), **own}
     for section in sorted(schema.SECTIONS & sections.keys()):
         if isinstance(sections[section], dict):
             values, problems = schema.check_section(section, sections, requested.get(section, ()), table)

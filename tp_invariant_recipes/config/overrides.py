@@ -230,13 +230,8 @@ def _file(cluster: str) -> bool:
 
 def read_recipe(model: str, overrides: Sequence[Override]) -> recipe_layer.RecipeAnswer:
     """Return the lowest layer of the configuration, and more. Raises ConfigError."""
-    return recipe_layer.read_recipe(*question(model, overrides))
-
-
-def question(model: str, overrides: Sequence[Override]) -> tuple[str, str | None, bool]:
-    """Return the arguments of `recipe_layer.read_recipe`. Raises ConfigError."""
     data = given(overrides, "data")
-    return model, hf_folder(overrides), data is not None and data.value == "text"
+    return recipe_layer.read_recipe(model, hf_folder(overrides), data is not None and data.value == "text")
 
 
 def hf_folder(overrides: Sequence[Override]) -> str | None:

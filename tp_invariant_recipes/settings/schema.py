@@ -21,6 +21,7 @@ from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert, is_text, named
 from tp_invariant_recipes.start import bridge
 
+BRIDGES = ("megatron.", "tp_invariant_recipes.")  # how the paths of classes begin that are no recipe's own
 PROVIDER = "_target_"  # the field of `model` that names its class; of conf/model/ these:
 LATENT = "megatron.bridge.models.mla_provider.MLAModelProvider"  # of models with multi-latent attention
 PROVIDERS = (
@@ -157,7 +158,8 @@ def is_default(section: str, sections: Mapping[str, Any], name: str, value: Any)
     A field that the table of fields lacks has no default, whatever is installed.
     """
     try:
-        if name not in field_table.read().get(_path(section, sections), (name,)):
+        path = _path(section, sections)
+        if not path.startswith(BRIDGES) or name not in field_table.read().get(path, (name,)):
             return False
         return has_default(section_class(section, sections), name, value)
     except (TpiError, KeyError):
@@ -191,7 +193,10 @@ def check_section(
     if section in OWN_SECTIONS:
         return convert_section(section, sections)
     path = _path(section, sections)
-    if path in table and all(table[path].get(name, Any) is not None for name in requested):
+    known = path in table and (
+        not path.startswith(BRIDGES) or all(table[path].get(name, Any) is not None for name in requested)
+    )
+    if known:
         return _converted(section, sections, path.rpartition(".")[2], table[path])
     return convert_section(section, sections) if requested else ({}, {})
 

@@ -22,7 +22,8 @@ from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.fields.model import KNOWN, REFUSED
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, finetuning, schema
 from tp_invariant_recipes.settings.sections import RecipeSettings
-from tp_invariant_recipes.sources import recipe_answers, recipe_fields, recipe_source
+from tp_invariant_recipes.settings.tables import field_table
+from tp_invariant_recipes.sources import recipe_fields, recipe_process, recipe_source
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -128,6 +129,8 @@ class RecipeAnswer:
     examples: the fields of its dataset, where that is one of examples; empty otherwise.
     variables: those of the environment that it sets.
     preset:   the name of its precision once gradients are added in fp32; None: it has none then.
+    fields:   of the class of its model, where that is not one of Bridge's: as a row of `field_table`, since tpi imports
+              no class of a recipe's own.
     """
 
     text: str
@@ -136,11 +139,12 @@ class RecipeAnswer:
     examples: list[str]
     variables: dict[str, str]
     preset: str | None
+    fields: dict[str, list[str] | None]
 
 
 @functools.cache
 def read_recipe(model: str, hf_folder: str | None, text_data: bool) -> RecipeAnswer:
-    """Ask a recipe, or the cache. The arguments are the question of `recipe_answers.prepare`.
+    """Ask a recipe, or the cache.
 
     model: `recipe=…`. hf_folder: as for `recipe_source.call`. text_data: whether data=text decides the tokenizer.
     Raises ConfigError listing what no run could take from the recipe.
@@ -149,7 +153,7 @@ def read_recipe(model: str, hf_folder: str | None, text_data: bool) -> RecipeAns
     def asked() -> dict[str, Any]:
         return dataclasses.asdict(_read_recipe(model, hf_folder, text_data=text_data))
 
-    return RecipeAnswer(**recipe_answers.answer(asked, model, hf_folder, text_data))
+    return RecipeAnswer(**recipe_process.ask(model, asked, "read", text_data, hf_folder=hf_folder))
 
 
 def _read_recipe(model: str, hf_folder: str | None, *, text_data: bool) -> RecipeAnswer:
@@ -163,6 +167,7 @@ def _read_recipe(model: str, hf_folder: str | None, *, text_data: bool) -> Recip
         sorted(schema.fields(schema.bridge_class(schema.SFT_DATASET))) if finetuning.is_sft(layer["dataset"]) else [],
         layer.get("cluster", {}).get("environment", {}),
         recipe_fields.preset(layer["mixed_precision"]),
+        {} if provider.startswith(schema.BRIDGES) else field_table.row(schema.fields(schema.bridge_class(provider))),
     )
 
 

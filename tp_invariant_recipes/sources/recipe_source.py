@@ -29,9 +29,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, reason
 from tp_invariant_recipes.machine.known_versions import KNOWN
 from tp_invariant_recipes.machine.versions import installed
+from tp_invariant_recipes.reading import MIB, read_limited
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.start import bridge, needed
@@ -44,6 +45,7 @@ FORMS = f"recipe=NAME of {BRIDGE} (tpi models --bridge lists them), recipe=MODUL
 
 LISTED = "; tpi models --bridge lists those of Bridge"
 NEEDS = "needs the Hugging Face configuration of"
+LARGEST = 4 * MIB  # bytes of a recipe's file
 FILES = "tpi_recipe_"  # of the names that the files of recipes have as modules
 
 # What calls Hugging Face for a model's configuration. Bridge would try four times, seven seconds in all.
@@ -51,6 +53,9 @@ _LOADER = "megatron.bridge.models.conversion.auto_bridge:safe_load_config_with_r
 _FOLDER = "megatron.bridge.models.conversion.auto_bridge:AutoBridge.from_hf_pretrained"
 _CONFIG = "transformers.models.auto.configuration_auto:AutoConfig.from_pretrained"
 _OFFLINE = "huggingface_hub.constants:HF_HUB_OFFLINE"
+
+# The environment variables that recipes have read or set in this process.
+READ: set[str] = set()
 
 # Top-level names of the modules of recipes that this process has imported, and the folders of their files.
 _OWN: set[str] = set()
@@ -165,10 +170,7 @@ def preload(model: str) -> None:
     Otherwise each of its processes would, which takes 5 to 10 s.
     """
     source = _possible(model)
-    try:
-        text = source.file.read_text(encoding="utf-8", errors="replace") if source.file else BRIDGE
-    except OSError as error:
-        raise ConfigError(f"{model}: cannot read {source.file}: {error.strerror}") from error
+    text = _text(model, source.file).decode(errors="replace") if source.file else BRIDGE
     bridge.load()
     if BRIDGE in text:
         with quiet():
@@ -193,18 +195,24 @@ def _possible(model: str) -> Source:
 
 def _check_file(model: str, file: Path, function: str) -> None:
     """Raise ConfigError: a recipe's file cannot be imported, or has no such name, as far as its source tells."""
+    source = _text(model, file)
     try:
-        source = file.read_bytes()
         with warnings.catch_warnings(action="ignore"):
             compile(source, str(file), "exec", dont_inherit=True)
-    except OSError as error:
-        raise ConfigError(f"{model}: cannot read {file}: {error.strerror}") from error
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{model}: {file} cannot be imported: {_error_text(error)}") from error
     text = source.decode(errors="replace")
     if not re.search(rf"\b{function}\b|import \*|__getattr__", text):  # the latter two may give it any name
         functions = re.findall(r"^(?:async )?def ([^\W_]\w*)", text, re.MULTILINE)
         raise ConfigError(f"{model}: {file} has no such function{nearest(function, functions)}")
+
+
+def _text(model: str, file: Path) -> bytes:
+    """Return the contents of a recipe's file. Raises ConfigError."""
+    try:
+        return read_limited(file, LARGEST)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model}: cannot read {file}: {reason(error)}") from error
 
 
 def of_bridge(model: str) -> bool:
@@ -281,7 +289,7 @@ def call(model: str, hf_folder: str | None) -> Any:
 
     requested: list[str] = []
     try:
-        with quiet(), offline(hf_folder, requested):
+        with quiet(), offline(hf_folder, requested), _noted():
             container = function()
     except BaseException as error:  # another one's code may raise anything
         if requested:
@@ -294,6 +302,23 @@ def call(model: str, hf_folder: str | None) -> Any:
     if not isinstance(container, ConfigContainer):
         raise ConfigError(f"{model}: a recipe returns a ConfigContainer, and this one returns {_kind(container)}")
     return container
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Note in READ which environment variables the block reads, sets or deletes."""
+
+    def noting(access: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(environment: Any, name: Any, *value: Any) -> Any:
+            READ.add(str(name))
+            return access(environment, name, *value)
+
+        return noted
+
+    names = ("__getitem__", "__setitem__", "__delitem__")
+    why = "an answer that is kept counts while these variables are the same"
+    with applied([Replacement(f"os:_Environ.{name}", noting, why) for name in names]):
+        yield
 
 
 def raised(error: BaseException) -> str:
@@ -386,14 +411,14 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
 def digest(model: str) -> str | None:
     """Return the SHA-256 of the file that `recipe=…` names; None: there is none. Raises ConfigError as `parse`."""
     file = file_of(model)
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file else None
+    return hashlib.sha256(_text(model, file)).hexdigest() if file else None
 
 
 def known_digest(model: str) -> str | None:
     """As `digest`; None, too, where the model is no recipe, or its file cannot be read."""
     try:
         return digest(model) if is_recipe(model) else None
-    except (ConfigError, OSError):
+    except ConfigError:
         return None
 
 

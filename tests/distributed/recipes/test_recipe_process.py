@@ -3,6 +3,7 @@
 import os
 import signal
 import string
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,25 @@ import time
 with open("process", "w") as file:
     print(os.getpid(), file=file)
 time.sleep(3600)
+"""
+OWN_CLASS = """
+import dataclasses
+
+
+@dataclasses.dataclass
+class Provider(GPTModelProvider):
+    extra: int = 3
+
+
+def act(x):
+    return torch.nn.functional.silu(x)
+
+
+def own():
+    cfg = small()
+    cfg.model = Provider(**{f.name: getattr(cfg.model, f.name) for f in dataclasses.fields(cfg.model) if f.init})
+    cfg.model.activation_func = act
+    return cfg
 """
 # A change of one run's arithmetic that its own ranks make again, and no other run's.
 HALVED = """
@@ -118,12 +138,8 @@ def test_what_a_provider_ends_in_a_rank_is_reported_with_its_file_and_line(tpi, 
 
 
 def test_a_patch_stays_in_the_process_of_its_recipe(bridge, tmp_path):
-    file = tmp_path / "mine.py"
-    message = refused(file, START + PATCHING)
-    assert "returns None" in message  # it was called
+    assert "returns None" in refused(tmp_path / "mine.py", START + PATCHING)  # it was called
     assert string.digits == "0123456789"
-    model = f"recipe={file}:small"
-    assert recipe_process.run(model, lambda: recipe_source.find(model) and string.digits) == "patched"
 
 
 @pytest.mark.parametrize("number, status", ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)))
@@ -141,9 +157,36 @@ def test_a_recipe_that_hangs_ends_with_its_command(tpi, tmp_path, number, status
 
 
 def test_a_defect_of_tpi_is_no_mistake_of_the_recipe(bridge, tmp_path):
-    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "mine.py").write_text(DEFINED)
     with pytest.raises(RuntimeError, match=r"(?s)in the process of a recipe:.*ZeroDivisionError"):
-        recipe_process.run(f"recipe={tmp_path / 'mine.py'}:small", lambda: 1 / 0)
+        recipe_process.ask(f"recipe={tmp_path / 'mine.py'}:small", lambda: 1 / 0)
+
+
+def test_a_class_and_a_function_of_a_recipes_own_are_imported_by_no_command(bridge, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_recipe.py").write_text(MINE + OWN_CLASS)
+    composed = compose("recipe=own_recipe:own", ["tp=2", "model.num_layers=4", "numerics=stock"], device="gpu")
+    assert composed.config.model["_target_"] == "own_recipe.Provider"
+    assert composed.config.model["num_layers"] == 4
+    assert "own_recipe" not in sys.modules
+    with pytest.raises(ConfigError, match="did you mean"):
+        compose("recipe=own_recipe:own", ["model.num_layer=4", "numerics=stock"], device="gpu")
+
+
+def test_the_first_line_comes_before_the_import(bridge, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(recipe_source, "preload", lambda model: pytest.fail("imports Bridge"))
+    (tmp_path / "mine.py").write_text(MINE)
+    with pytest.raises(pytest.fail.Exception, match="imports Bridge"):
+        compose(f"recipe={tmp_path / 'mine.py'}:small", device="cpu")
+    assert capsys.readouterr().err == f"calling recipe={tmp_path / 'mine.py'}:small, which imports Megatron-Bridge\n"
+
+
+@pytest.mark.parametrize("size", (recipe_source.LARGEST + 1, 10 << 30))
+def test_a_file_that_is_too_large_is_not_read(bridge, tmp_path, size):
+    with (tmp_path / "mine.py").open("w") as file:
+        file.truncate(size)
+    with pytest.raises(ConfigError, match="more than"):
+        compose(f"recipe={tmp_path / 'mine.py'}:small", device="cpu")
 
 
 def test_variables_that_a_recipe_sets_are_recorded(bridge, tmp_path):

@@ -19,8 +19,8 @@ from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import finetuning
-from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
+from tp_invariant_recipes.settings import environment, finetuning
+from tp_invariant_recipes.sources import recipe_layer, recipe_process, recipe_source
 from tp_invariant_recipes.start.bridge import quiet
 
 
@@ -86,10 +86,9 @@ def validate(planned: Plan, *, examples: bool = False) -> str:
     run = planned.run_dir.path
     sections = json.dumps(config.sections, default=str).replace(str(run), "run.dir" if not run.exists() else str(run))
     data = planned.identity["data.digest"] if examples else None
-    question = ("check", model, sections, planned.layout.world, planned.here, typed, data)
-    if recipe_process.forks():
-        recipe_answers.prepare(model, *question, hf_folder=config.recipe.hf_folder)
-    return recipe_process.run(model, lambda: recipe_answers.answer(built, *question))
+    recorded = environment.recorded(os.environ)
+    question = ("check", sections, planned.layout.world, planned.here, typed, data, recorded)
+    return recipe_process.ask(model, built, *question, hf_folder=config.recipe.hf_folder)
 
 
 def execute(

@@ -66,8 +66,17 @@ def _parsed(file: Path, changed: int) -> tuple[dict[str, list[int]], Hints]:
     """
     table = reading.parse_json(reading.read_limited(file, LIMIT))
     classes = {path: _whole(row, table["classes"]) for path, row in table["classes"].items()}
-    hints = {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes.items()}
-    return dict(table["sources"]), hints
+    return dict(table["sources"]), {path: hints(fields) for path, fields in classes.items()}
+
+
+def row(fields: Fields) -> _Row:
+    """Return the fields of a class as a file has them."""
+    return {name: _names(hint) for name, hint in fields.items()}
+
+
+def hints(row: _Row) -> Fields:
+    """Return the reverse of `row`. Raises KeyError: no such type."""
+    return {name: names and _hint(names) for name, names in row.items()}
 
 
 def _whole(row: _Row, classes: Mapping[str, _Row]) -> _Row:
@@ -80,7 +89,7 @@ def _whole(row: _Row, classes: Mapping[str, _Row]) -> _Row:
 def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
     """Make the file. classes: dotted path -> the class and its fields. Raises OSError."""
     sources = {source for cls, _ in classes.values() for source in _sources(cls)}
-    rows: dict[str, _Row] = {path: {n: _names(hint) for n, hint in f.items()} for path, (_, f) in classes.items()}
+    rows = {path: row(fields) for path, (_, fields) in classes.items()}
     for path, (cls, _) in classes.items():
         base = next((p for p, (parent, _) in classes.items() if parent in cls.__mro__[1:] and _BASE not in rows[p]), "")
         if base:
