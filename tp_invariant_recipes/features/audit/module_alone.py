@@ -9,6 +9,7 @@ writes this file with the settings below.
 # mypy: ignore-errors
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -145,14 +146,19 @@ def main():
     if "REFERENCE" in os.environ:
         torch.save({own: gradient for gradient, own, *_ in results.values()}, os.environ["REFERENCE"])
         return 0
-    file = os.path.join(tempfile.gettempdir(), f"reference-{os.environ['MASTER_PORT']}.pt")
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
+        folder = tempfile.mkdtemp()  # which nobody else can write
+        file = os.path.join(folder, "reference.pt")
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "REFERENCE": file, "MASTER_PORT": "0"}
         alone = {n: v for n, v in os.environ.items() if not n.startswith("TORCHELASTIC")} | alone
         alone["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
         subprocess.run([sys.executable, __file__], env=alone, check=True)
+        store.set("reference", file)
+    reference, wrong = torch.load(store.get("reference").decode()), 0
     dist.barrier()
-    reference, wrong = torch.load(file), 0
+    if rank == 0:
+        shutil.rmtree(folder)
     for name, (gradient, own, dim, parts, at) in results.items():
         if not name.startswith(SETTINGS["module"]):
             continue
