@@ -4,25 +4,18 @@ from typing import Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import Json, flag, option
+from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import single_line
-from tp_invariant_recipes.machine import progress, terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.settings.tables import field_table
-from tp_invariant_recipes.start import needed
 
 
 def models(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="What is known of this model.", show_default=False)
-    ] = None,
-    bridge: Annotated[
-        bool, flag("List the recipes of Megatron-Bridge, and what numerics=tree says of each.", "--bridge")
-    ] = False,
-    family: Annotated[
-        str | None, option("NAME", "With --bridge: every recipe of a family, with its keys and problems.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -31,16 +24,7 @@ def models(
     \b
     tpi models
     tpi models qwen3_8b
-    tpi models --bridge
-    tpi models --bridge --family qwen3
     """
-    if family and not bridge:
-        raise ConfigError("--family goes with --bridge: tpi models --bridge --family NAME")
-    if name and bridge:
-        raise ConfigError(f"--bridge lists recipes, and {name} is a model: leave one out")
-    if bridge:
-        _recipes(family, as_json=as_json)
-        return
     rows = {row["model"]: row for row in [*field_table.rows(), *_own()]}
     if name is not None and name not in rows:
         raise ConfigError(f"unknown model '{name}'{nearest(name, rows) or '; tpi models lists all'}")
@@ -92,25 +76,3 @@ def _details(row: dict[str, Any]) -> str:
     }
     about = single_line(conf_files.description("model", name))
     return "\n".join([f"{name}: {about}", *(f"  {key:11}  {value}" for key, value in lines.items())])
-
-
-def _recipes(family: str | None, *, as_json: bool) -> None:
-    """Print the recipes of Bridge, each called and composed."""
-    from tp_invariant_recipes.features import recipe_list
-
-    needed.check("tpi models --bridge", needed.TRAINING)
-    console = terminal.console_of_its_own()
-    console.print("importing Megatron-Bridge …")
-    rows = []
-    with progress.Counter(console) as slow:
-        count = slow.counting("composing: recipe")
-        for done, total, row in recipe_list.rows(family):
-            rows.append(row)
-            count(done, total)
-    families = recipe_list.families(rows)
-    if as_json:
-        terminal.print_json(families if family is None else rows, indent=2)
-        return
-    for line in recipe_list.details(rows) if family else map(recipe_list.summary, families):
-        terminal.print_text(single_line(line))
-    terminal.print_text("\n".join(recipe_list.legend(rows)))

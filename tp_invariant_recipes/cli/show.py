@@ -93,18 +93,18 @@ def show(
 
 def _print_fixed(model: str | None, overrides: list[str]) -> None:
     """Print the command that trains a model. Raises ConfigError: there is no model, or no key solves a problem."""
-    from tp_invariant_recipes.features import recipe_list
+    from tp_invariant_recipes.features import recipe_fix
     from tp_invariant_recipes.launch.plan import detect_device
 
     if model is None:
         raise ConfigError("--fix goes with a model or a recipe: tpi show recipe=NAME --fix")
-    given, unsolved, _ = recipe_list.fixed(model, overrides, detect_device())
+    given, unsolved, _ = recipe_fix.fixed(model, overrides, detect_device())
     if unsolved:
         raise ConfigError(
             f"{listed(unsolved)}\n--fix knows no key for {'this' if len(unsolved) == 1 else 'these'}", unsolved
         )
     terminal.print_text(shlex.join(["tpi", "train", model, *given]))
-    if examples := [key for key in given if key in recipe_list.PLACEHOLDERS.values()]:
+    if examples := [key for key in given if key in recipe_fix.PLACEHOLDERS.values()]:
         terminal.console_of_its_own().print(f"replace by your own: {' '.join(examples)}", markup=False)
 
 

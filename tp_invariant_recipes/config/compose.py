@@ -35,7 +35,7 @@ from tp_invariant_recipes.settings.sections import OWN_SECTIONS
 from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sizing import room
-from tp_invariant_recipes.sources import recipe_layer, recipe_source
+from tp_invariant_recipes.sources import recipe_layer, recipe_process, recipe_source
 
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
 # Groups that a recipe decides unless the command line names an option.
@@ -77,7 +77,8 @@ def compose(
     requested = parse_all(overrides)
     if recipe_source.is_recipe(model):
         model = recipe_source.absolute(model) or model
-        recipe_layer.read_recipe.cache_clear()  # its file may have changed since
+        if not recipe_process.serves():
+            recipe_layer.read_recipe.cache_clear()  # its file may have changed since
     defaults = [parse(f"{group}={it}") for group, it in {"device": device, "numerics": numerics}.items() if it]
     problems = conf_files.problems()
     known = _is_known(model, requested, problems)

@@ -58,6 +58,11 @@ def serve() -> None:
     _processes.add(os.getpid())
 
 
+def serves() -> bool:
+    """Whether this process calls recipes itself."""
+    return os.getpid() in _processes
+
+
 def ask(model: str, make: Callable[[], Any], *question: Any, hf_folder: str | None = None) -> Any:
     """Return the answer to a question about a recipe, a value of JSON: a kept one, or what `make` returns.
 
@@ -66,7 +71,7 @@ def ask(model: str, make: Callable[[], Any], *question: Any, hf_folder: str | No
     Raises ConfigError: as `recipe_source.preload`, `make` raises a TpiError, or the recipe raises anything or ends its
     process; RuntimeError: a defect of tpi.
     """
-    if os.getpid() in _processes:
+    if serves():
         return make()
     key = _key(model, question, hf_folder) if recipe_source.of_bridge(model) else None
     if key is not None:

@@ -16,7 +16,6 @@ import importlib.util
 import inspect
 import json
 import os
-import pkgutil
 import re
 import sys
 import traceback
@@ -41,9 +40,8 @@ from tp_invariant_recipes.start.bridge import quiet
 PREFIX = "recipe="
 BRIDGE = "megatron.bridge.recipes"
 BENCHMARKS = "megatron.bridge.perf_recipes"
-FORMS = f"recipe=NAME of {BRIDGE} (tpi models --bridge lists them), recipe=MODULE:FUNCTION or recipe=FILE.py:FUNCTION"
+FORMS = f"recipe=NAME of {BRIDGE}, recipe=MODULE:FUNCTION or recipe=FILE.py:FUNCTION"
 
-LISTED = "; tpi models --bridge lists those of Bridge"
 NEEDS = "needs the Hugging Face configuration of"
 LARGEST = 4 * MIB  # bytes of a recipe's file
 FILES = "tpi_recipe_"  # of the names that the files of recipes have as modules
@@ -131,37 +129,8 @@ def installed_names() -> tuple[str, ...]:
     return tuple(sorted(_recipes(importlib.import_module(BRIDGE))))
 
 
-def benchmark_names() -> tuple[str, ...]:
-    """Bridge's recipes of benchmarks, as MODULE:FUNCTION; empty where the installed one has none. Imports Bridge."""
-    bridge.load()
-    if importlib.util.find_spec(BENCHMARKS) is None:
-        return ()
-    modules = [
-        name for _, name, package in pkgutil.iter_modules(importlib.import_module(BENCHMARKS).__path__) if package
-    ]
-    paths = [f"{BENCHMARKS}.{module}" for module in modules]
-    recipes = {path: _recipes(importlib.import_module(path)) for path in paths}
-    # The packages have the recipes that they build on, too.
-    return tuple(
-        sorted(f"{m}:{n}" for m, own in recipes.items() for n, f in own.items() if f.__module__.startswith(BENCHMARKS))
-    )
-
-
 def _recipes(module: ModuleType) -> dict[str, Callable[..., Any]]:
     return {n: inspect.unwrap(f) for n, f in vars(module).items() if n.endswith("_config") and inspect.isfunction(f)}
-
-
-def function(name: str) -> tuple[str, str]:
-    """Return the module and the name of the function behind a name of `installed_names` or `benchmark_names`."""
-    module, _, attribute = name.rpartition(":")
-    recipe = inspect.unwrap(getattr(importlib.import_module(module or BRIDGE), attribute))
-    return recipe.__module__, recipe.__qualname__
-
-
-def family(name: str) -> str:
-    """Return the name of the file of Bridge that defines one of its recipes, `perf/` before those of benchmarks."""
-    module, _ = function(name)
-    return f"{'perf/' if module.startswith(BENCHMARKS) else ''}{module.rpartition('.')[2]}"
 
 
 def preload(model: str) -> None:
@@ -185,8 +154,8 @@ def _possible(model: str) -> Source:
     if source.module == BRIDGE:
         # A misspelt name is said at once. Another name that the table lacks may be one of a newer Bridge.
         locked = installed("megatron-bridge") == KNOWN[-1].versions["megatron-bridge"]
-        close = "" if source.function in names() else nearest(source.function, names()) or LISTED
-        if close and (locked or "did you mean" in close):
+        close = nearest(source.function, names())
+        if source.function not in names() and (locked or "did you mean" in close):
             raise ConfigError(f"{model}: {BRIDGE} has no such recipe{close}")
     elif source.file:
         _check_file(model, source.file, source.function)
@@ -233,7 +202,7 @@ def find(model: str) -> Callable[..., Any]:
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
         known = installed_names() if source.module == BRIDGE else functions
         raise ConfigError(
-            f"{model}: {source.file or source.module} has no such function{nearest(source.function, known) or LISTED}"
+            f"{model}: {source.file or source.module} has no such function{nearest(source.function, known)}"
         )
     if not callable(function):
         raise ConfigError(f"{model}: {source.function} is no function but {type(function).__name__}")

@@ -93,7 +93,6 @@ def test_the_details_of_one_model(cli):
     assert "tp=1 158, tp=2 80, tp=4 41, tp=8 21" in cli("models", "qwen3_8b").out
     assert json.loads(cli("models", "qwen3_8b", "--json").out)["layers"] == 36
     assert "did you mean 'qwen3_8b'?" in cli("models", "qwen3_8").err
-    assert cli("models", "qwen3_8b", "--bridge").status == 2
 
 
 def test_a_users_own_model_is_listed_beside_tpis(cli, tmp_path):
