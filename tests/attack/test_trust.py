@@ -120,6 +120,11 @@ def _matrix(**fields: object):
     )
 
 
+def _submission(job: str):
+    submission = {"schema": 1, "jobs": [{"id": job, "role": "train"}]}
+    return lambda: Path("run/submission.json").write_text(json.dumps(submission))
+
+
 # What else is forged, the commands that read it, and a part of their message.
 OTHERS = {
     "a manifest without files": (
@@ -139,6 +144,7 @@ OTHERS = {
     ),
     "a configuration's function": (_config(activation_func="evil_module.small"), ("export run out",), "--trust-recipe"),
     "a configuration's class": (_config(_target_="evil_module.small"), ("export run out",), "--trust-recipe"),
+    "a job that is an option of scancel": (_submission("--user=root"), ("cancel run", "logs run"), "jobs.0.id"),
     "a matrix's recipe": (_matrix(model="recipe=evil.py:small"), ("verify --last-failed --dir run",), "--trust-recipe"),
 }
 

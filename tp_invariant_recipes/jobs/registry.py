@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tp_invariant_recipes.errors import RunError, reason
-from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, Attempted
+from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, Attempted, JobId
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.matrix_dir import Name
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
@@ -29,7 +29,7 @@ TRAIN, CELL, CELLS, JUDGE = "train", "cell", "cells", "judge"
 class SubmittedJob(Record):
     """A SLURM job."""
 
-    id: str
+    id: JobId
     role: Literal["train", "cells", "judge"]
 
 

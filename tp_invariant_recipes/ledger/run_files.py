@@ -5,19 +5,22 @@ A file may have other fields beside these, and a field of another version of tpi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from tp_invariant_recipes.reading import MIB, Count, Hash, Integer, Layout, Listed, Record, Seconds
+from tp_invariant_recipes.reading import MIB, Bounds, Count, Hash, Integer, Layout, Listed, Record, Seconds
 
 LARGEST = 16 * MIB  # bytes of a JSON file of a run directory
 LARGEST_CONFIG = MIB  # YAML is read slowly
+
+
+JobId = Annotated[str, Bounds(pattern=r"^[0-9]{1,18}$")]  # an argument of scancel and squeue: no option of theirs
 
 
 @dataclass(frozen=True)
 class AttemptJob(Record):
     """The SLURM job of an attempt. restart: how often SLURM had restarted it. nodes: as SLURM writes them."""
 
-    id: str | None = None
+    id: JobId | None = None
     restart: Count = 0
     nodes: str = ""
 
