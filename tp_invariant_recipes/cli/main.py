@@ -99,7 +99,9 @@ def main() -> None:
             _fail_usage(error)
         mistake = _mistake(error)
         if mistake is None:
-            _fail_defect()
+            # Show the exception. Python would exit with 1, which here means that two runs differ.
+            sys.stderr.write(redacted(visible(traceback.format_exc())))
+            _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
         _fail(mistake)
     sys.exit(status if isinstance(status, int) else 0)
 
@@ -135,12 +137,6 @@ def _command(words: Sequence[str]) -> str:
     """Return the command that these words call, such as "tpi data prepare"."""
     named = [*itertools.takewhile(lambda word: word[0:1] != "-", words)][:2]
     return " ".join(["tpi", *named[: 2 if named[:1] == ["data"] else 1]])
-
-
-def _fail_defect() -> NoReturn:
-    """Show the exception. Python would exit with 1, which here means that two runs differ."""
-    sys.stderr.write(redacted(visible(traceback.format_exc())))
-    _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
 
 
 # Options of Hydra that people try -> the command to use instead.

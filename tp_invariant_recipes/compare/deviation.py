@@ -230,20 +230,16 @@ def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: flo
             near += np.square(dither[rows] - exact) / len(moved)
         square, noise = square + float(np.square(exact).sum()), noise + float(near.sum())
         for (_, part, table), error in zip(pieces, errors, strict=True):
-            own, place = _overlap(part, len(table), rows)
+            length = len(table)
+            first, last = (min(length, max(0, -(-(end - part.row) // part.step))) for end in (rows.start, rows.stop))
+            begin = part.row + part.step * first - rows.start
+            own, place = slice(first, last), slice(begin, begin + part.step * (last - first), part.step)
             if own.start < own.stop:
                 columns = slice(part.column, part.column + error.columns)
                 difference = table[own] * share - exact[place, columns]
                 error.squares[own], error.noise[own] = np.square(difference).sum(1), near[place, columns].sum(1)
     elements = height * width
     return _Distances(elements, math.sqrt(square / max(1, elements)), noise / max(1, elements), errors)
-
-
-def _overlap(part: DumpedPart, length: int, rows: slice) -> tuple[slice, slice]:
-    """Return the rows of a piece that lie in these rows of the whole, and their places among them."""
-    first, last = (min(length, max(0, -(-(end - part.row) // part.step))) for end in (rows.start, rows.stop))
-    begin = part.row + part.step * first - rows.start
-    return slice(first, last), slice(begin, begin + part.step * (last - first), part.step)
 
 
 def _by_rank(errors: Sequence[PieceError], least: float) -> dict[int, float]:

@@ -57,18 +57,13 @@ def nothing_when_delayed(original: Callable[..., tuple]) -> Any:
         if not delayed or ctx.fuse_wgrad_accumulation:
             return returned
         weights = 1 if getattr(ctx, "single_grouped_weight", False) else ctx.num_gemms
-        start = _arguments_before_weights()
+        from transformer_engine.pytorch.module.grouped_linear import _GroupedLinear
+
+        kinds = [parameter.kind for parameter in inspect.signature(_GroupedLinear.forward).parameters.values()]
+        start = kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
         return (*returned[:start], *[None] * weights, *returned[start + weights :])
 
     return staticmethod(backward)
-
-
-def _arguments_before_weights() -> int:
-    """Return the number of `_GroupedLinear`'s arguments before the weights, without `ctx`."""
-    from transformer_engine.pytorch.module.grouped_linear import _GroupedLinear
-
-    kinds = [parameter.kind for parameter in inspect.signature(_GroupedLinear.forward).parameters.values()]
-    return kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
 
 
 def settled_op(original: Callable[..., tuple]) -> Callable[..., tuple]:

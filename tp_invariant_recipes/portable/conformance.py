@@ -108,7 +108,9 @@ def read(file: Path = BUILT_IN) -> Recording:
         data = read_limited(file, LIMIT)
         if data[:1] == b"{" and b"\0" not in data[:8]:  # JSON; a safetensors file begins with a length of 8 bytes
             metadata = parse_json(data)
-            tensors = _script_tensors(metadata)
+            if metadata.get("format") != SCRIPT_FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}, not {SCRIPT_FORMAT!r}")
+            tensors = dict(_case_tensors(metadata["cases"], metadata["results"]))
         else:
             tensors = load(data)
             metadata = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
@@ -245,16 +247,6 @@ def render_script(name: str) -> str:
     for word, value in (("{NAME}", name), ("{VERSION}", __version__), ("{CASES}", "\n".join([*lines, "}"]))):
         text = text.replace(word, value)
     return text
-
-
-def _script_tensors(report: dict[str, Any]) -> dict[str, NDArray[Any]]:
-    """Return the script's JSON as tensors KIND/CASE (WAY)/PART of a recording.
-
-    raises ValueError, KeyError: it is not what the script writes.
-    """
-    if report.get("format") != SCRIPT_FORMAT:
-        raise ValueError(f"its format is {report.get('format')!r}, not {SCRIPT_FORMAT!r}")
-    return dict(_case_tensors(report["cases"], report["results"]))
 
 
 def _case_tensors(cases: dict[str, Any], results: dict[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -140,21 +140,16 @@ def serialize(value: Any) -> Any:
         return _serialize_mapping({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
-    return _path(value)
+    path = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    # A recipe's own file has no name by which another process could import it.
+    importable = callable(value) and not path.startswith(recipe_source.FILES) and named(path) is value
+    return path if importable else MISSING
 
 
 def _serialize_mapping(value: Mapping[Any, Any]) -> Any:
     parts = {key: serialize(part) for key, part in value.items()}
     plain = all(isinstance(key, str) for key in parts) and MISSING not in parts.values()
     return parts if plain else MISSING
-
-
-def _path(value: Any) -> Any:
-    """Return the dotted path of a function or class; MISSING: another process could not import it."""
-    path = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    # A recipe's own file has no name by which another process could import it.
-    importable = callable(value) and not path.startswith(recipe_source.FILES) and named(path) is value
-    return path if importable else MISSING
 
 
 def _listed(value: Any) -> Any:

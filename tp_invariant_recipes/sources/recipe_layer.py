@@ -355,7 +355,11 @@ def _apply_followers(layer: dict[str, Any]) -> None:
     # With one rank there is none, and experts on several ranks need it.
     if model.get("sequence_parallel") or model.get("num_moe_experts"):
         model["sequence_parallel"] = _WITH_TP
-    _graphs(model)
+    # Modules of CUDA graphs go by the present name of their field.
+    if not cuda_graphs.requested(model):
+        model.pop("cuda_graph_scope", None)
+    elif isinstance(model.get("cuda_graph_scope"), list):
+        model["cuda_graph_modules"] = model.pop("cuda_graph_scope")
     _sizes(layer)
     if model.get("expert_tensor_parallel_size") is None:
         model["expert_tensor_parallel_size"] = _ETP if model.get("num_moe_experts") else 1
@@ -372,14 +376,6 @@ def _sizes(layer: dict[str, Any]) -> None:
         layer["validation"]["eval_interval"] = None
     if model.get("ffn_hidden_size") is None:
         model["ffn_hidden_size"] = "${tpi.times:4,${model.hidden_size}}"
-
-
-def _graphs(model: dict[str, Any]) -> None:
-    """Name the modules of CUDA graphs by the present name of their field."""
-    if not cuda_graphs.requested(model):
-        model.pop("cuda_graph_scope", None)
-    elif isinstance(model.get("cuda_graph_scope"), list):
-        model["cuda_graph_modules"] = model.pop("cuda_graph_scope")
 
 
 def _data(layer: dict[str, Any]) -> str:

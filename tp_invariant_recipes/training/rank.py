@@ -85,7 +85,10 @@ def main(
     _die_with_launcher()
     heartbeats.wait_for_all()
     os.environ.update(rank_info.environment())
-    _threads()
+    # torch reads it at its import, which a forked rank's launcher made before.
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if "torch" in sys.modules and threads.isdecimal() and int(threads) > 0:
+        sys.modules["torch"].set_num_threads(int(threads))
     _mine = run_dir, rank_info.rank
     try:
         with _logged(run_dir, rank_info):
@@ -321,21 +324,6 @@ def _die_with_launcher() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first
 
 
-def _threads() -> None:
-    """Have torch use OMP_NUM_THREADS. It reads that at its import, which a forked rank's launcher made before."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if "torch" in sys.modules and threads.isdecimal() and int(threads) > 0:
-        sys.modules["torch"].set_num_threads(int(threads))
-
-
-def _track_resources_here() -> None:
-    """Start a resource tracker of this rank's own when it is needed: what it says of a killed rank is for the rank's
-    log. The launcher's, which the rank has inherited, would warn on the user's terminal.
-    """
-    tracker: Any = resource_tracker._resource_tracker
-    tracker._fd = tracker._pid = None
-
-
 class _Tee:
     def __init__(self, first: TextIO, second: TextIO) -> None:
         self._first, self._second = first, second
@@ -355,7 +343,10 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
     log = os.open(run_dir.rank_log(rank_info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    _track_resources_here()
+    # A resource tracker of this rank's own, when it is needed: what it says of a killed rank is for the rank's log. The
+    # launcher's, which the rank has inherited, would warn on the user's terminal.
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 -- for the whole process
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     if rank_info.rank in (0, rank_info.world_size - 1):

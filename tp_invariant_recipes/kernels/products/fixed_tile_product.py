@@ -38,7 +38,10 @@ def fixed_tile_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) 
     if a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):
         raise ValueError(f"a product of {[*a.shape]} and {[*b.shape]} is not {[*out.shape]}")
     if not a.is_cuda:
-        return _in_order(a, b, out, add)
+        total, term = torch.zeros(2, *out.shape)
+        for x, y in zip(a.t().float().contiguous().unsqueeze(2), b.float(), strict=True):
+            total += torch.mul(x, y, out=term)
+        return out.copy_(total.add_(out) if add else total)
     launch(a, b, out, add)
     return out
 
@@ -49,13 +52,6 @@ def launch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     tile = TILES[a.dtype]
     grid = (triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)
     _product[grid](a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride(), ADD=add, GROUP=GROUP, **tile)
-
-
-def _in_order(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    total, term = torch.zeros(2, *out.shape)
-    for x, y in zip(a.t().float().contiguous().unsqueeze(2), b.float(), strict=True):
-        total += torch.mul(x, y, out=term)
-    return out.copy_(total.add_(out) if add else total)
 
 
 @triton.jit

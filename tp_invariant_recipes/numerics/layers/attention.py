@@ -128,7 +128,10 @@ def attention_of_each(
 
 
 def _batched(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
-    return _with_dense_gradient(core.launch(query, key, value, mask, *sinks))
+    out = core.launch(query, key, value, mask, *sinks)
+    if out.requires_grad:  # where the gradient is a slice, a backend may choose another algorithm for its strides
+        out.register_hook(dense)
+    return out
 
 
 def _defined(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
@@ -136,13 +139,6 @@ def _defined(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, s
     heads = (tensor.split(tensor.shape[2] // shards, 2) for tensor in (query, key, value))
     parts = zip(*heads, *(sink.split(len(sink) // shards) for sink in sinks), strict=True)
     return torch.cat([_batched(core, dense(q), dense(k), dense(v), mask, 1, *s) for q, k, v, *s in parts], -1)
-
-
-def _with_dense_gradient(out: Tensor) -> Tensor:
-    """Where the gradient is a slice, a backend may choose another algorithm for its strides."""
-    if out.requires_grad:
-        out.register_hook(dense)
-    return out
 
 
 def trial_operands(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Operands, torch.Generator]]:

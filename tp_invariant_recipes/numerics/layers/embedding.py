@@ -64,7 +64,11 @@ class _Lookup(LayerFunction):
         looked_up = [(rows.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for rows, at in parts]
         ahead = ctx.ahead and getattr(weight, "main_grad", None) is not None
         if ahead or _shares_main_grad(weight):
-            kept = _sum_of_its_own(weight, AHEAD if ahead else LOOKUPS, ctx.contexts)
+            # [contexts, rows, h] fp32.
+            name = AHEAD if ahead else LOOKUPS
+            if getattr(weight, name, None) is None:
+                setattr(weight, name, weight.main_grad.new_zeros(ctx.contexts, *weight.main_grad.shape))
+            kept = getattr(weight, name)
             for (rows, at), out in zip(looked_up, kept, strict=True):
                 add_rows(rows, at, out, at_once=is_leaf(weight))
             # Without `ahead` autograd has another stand-in for this weight: the output layer's, or that of `ahead`.
@@ -80,13 +84,6 @@ def _add(weight: Tensor, rows: Tensor, at: Tensor, out: Tensor, add: bool) -> No
 def _shares_main_grad(weight: Any) -> bool:
     """Whether the output layer's gradient goes to the same buffer: Megatron marks such a weight at pp=1."""
     return getattr(weight, "zero_out_wgrad", False) and getattr(weight, "main_grad", None) is not None
-
-
-def _sum_of_its_own(weight: Any, name: str, contexts: int) -> Tensor:
-    """[contexts, rows, h] fp32."""
-    if getattr(weight, name, None) is None:
-        setattr(weight, name, weight.main_grad.new_zeros(contexts, *weight.main_grad.shape))
-    return getattr(weight, name)
 
 
 def sums_of_their_own(weight: Any) -> list[Tensor]:

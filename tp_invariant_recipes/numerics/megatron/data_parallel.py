@@ -207,7 +207,10 @@ def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
         if not self.ddp_config.overlap_grad_reduce:
             _reduce(self, force_all_reduce)
             return
-        stream = _stream()
+        device = torch.cuda.current_device()
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream()
+        stream = _streams[device]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             _reduce(self, force_all_reduce)
@@ -269,13 +272,6 @@ class _Reduced:
     def wait(self) -> None:
         """Have the current stream wait."""
         torch.cuda.current_stream().wait_event(self._done)
-
-
-def _stream() -> Any:
-    device = torch.cuda.current_device()
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream()
-    return _streams[device]
 
 
 @torch.no_grad()

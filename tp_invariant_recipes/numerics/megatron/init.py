@@ -152,7 +152,11 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
     size = parallel_state.get_tensor_model_parallel_world_size()
     plan, problems = [], []
     for chunk in model_chunks:
-        _mark_sections(chunk)
+        # Megatron leaves weights of gated delta nets unmarked: how they are split.
+        if getattr(chunk.config, families.VARIANT, None) == families.DELTA_NET:
+            nets = resolve_own("numerics.megatron.families.delta_net:GatedDeltaNet")
+            for net in (module for module in chunk.modules() if isinstance(module, nets)):
+                resolve_own("numerics.megatron.families.delta_net:mark_sections")(net)
         for name, parameter in canonical_parameters(chunk):
             rule = rule_of(name)
             if rule is None:
@@ -200,14 +204,6 @@ def rule_of(name: str) -> InitRule | None:
 def segments(rule: InitRule, parameter: Tensor, config: Any) -> int | Sequence[int]:
     """Return what of a parameter's split dimension is split separately, as `place` takes it."""
     return getattr(parameter, "partition_sizes", 2 if rule.gated and config.gated_linear_unit else 1)
-
-
-def _mark_sections(chunk: Any) -> None:
-    """Note on gated delta nets' weights how they are split: Megatron leaves them unmarked."""
-    if getattr(chunk.config, families.VARIANT, None) == families.DELTA_NET:
-        nets = resolve_own("numerics.megatron.families.delta_net:GatedDeltaNet")
-        for net in (module for module in chunk.modules() if isinstance(module, nets)):
-            resolve_own("numerics.megatron.families.delta_net:mark_sections")(net)
 
 
 def _is_drawn(rule: InitRule) -> bool:
@@ -388,19 +384,13 @@ def _ppnd16(bits: Tensor) -> Tensor:
     q = (odd - (1 << 52)).to(torch.float64) * 2.0**-53  # u - 1/2, exactly
     tail = (torch.minimum(odd, (1 << 53) - odd)).to(torch.float64) * 2.0**-53  # the smaller of u and 1 - u
     outer = (q.abs() > MOST_CENTRAL).flatten().nonzero().squeeze(1)
-    r = _sqrt(-_log(tail.flatten()[outer]))
+    # A root that is rounded correctly: on a CPU torch's is Intel's vector library, which misrounds one number in 70.
+    x = -_log(tail.flatten()[outer])
+    r = torch.sqrt(x) if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
     distance = near(r)
     beyond = (r > MOST_NEAR).nonzero().squeeze(1)  # one in 10^10 or so
     distance[beyond] = far(r[beyond])
     return central(q).flatten().index_copy_(0, outer, torch.copysign(distance, q.flatten()[outer])).view(bits.shape)
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """Return the correctly rounded root.
-
-    On a CPU torch's is Intel's vector library, which misrounds one number in 70.
-    """
-    return torch.sqrt(x) if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def _log(x: Tensor) -> Tensor:

@@ -34,7 +34,10 @@ def product(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Te
     other bits.
     """
     kind(a, b)
-    _check(a, b, out, add)
+    if out.shape != (a.data.shape[0], b.data.shape[0]):
+        raise ValueError(f"a product of {[*a.data.shape]} and {[*b.data.shape]}^T is not {[*out.shape]}")
+    if out.dtype != torch.float32 and (add or out.dtype != torch.bfloat16):
+        raise TypeError(f"an FP8 product in {out.dtype} (add={add}); fp32, or bf16 without add")
     (on_cpu if out.is_cpu else _on_gpu)(a, b, out, add)
     return out
 
@@ -155,10 +158,3 @@ def _of_group(x: Quantized, group: int) -> Quantized:
     if x.blocks == "tensor" and x.scale.numel() > 1:
         return Quantized(x.data, x.scale[group], x.blocks)
     return x
-
-
-def _check(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
-    if out.shape != (a.data.shape[0], b.data.shape[0]):
-        raise ValueError(f"a product of {[*a.data.shape]} and {[*b.data.shape]}^T is not {[*out.shape]}")
-    if out.dtype != torch.float32 and (add or out.dtype != torch.bfloat16):
-        raise TypeError(f"an FP8 product in {out.dtype} (add={add}); fp32, or bf16 without add")

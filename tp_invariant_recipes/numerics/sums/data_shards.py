@@ -97,7 +97,10 @@ class ShardCounter:
             free += full[:-1]
             held[level, number] = full[-1].add_(gradient)
         elif waiting is not None:
-            _exchange(gradient, waiting)
+            for a, b in zip(gradient.view(-1).split(PIECE), waiting.view(-1).split(PIECE), strict=True):
+                kept = a.clone()
+                a.copy_(b)
+                b.copy_(kept)
             held[level, number] = waiting
             return
         else:
@@ -130,13 +133,6 @@ class ShardCounter:
         for gradient, held in self._held.items():
             self._free[gradient] += held.values()
             held.clear()
-
-
-def _exchange(first: Tensor, other: Tensor) -> None:
-    for a, b in zip(first.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True):
-        kept = a.clone()
-        a.copy_(b)
-        b.copy_(kept)
 
 
 @contextmanager

@@ -151,7 +151,10 @@ class Fp8:
         """As Plain's."""
         groups = batches.groups
         if self.blockwise:
-            filled = _filled(groups)
+            filled = Groups(  # a multiple of 128 rows each
+                tuple(-(-size // BLOCK) * BLOCK for size in groups.sizes),
+                torch.div(groups.counts + BLOCK - 1, BLOCK, rounding_mode="floor") * BLOCK,
+            )
             sides = ((dy, self.gradients), (kept[0], E4M3))
             dy, x = (quantize.along_columns(_spread(rows, groups, filled), dtype) for rows, dtype in sides)
             groups = filled
@@ -173,14 +176,6 @@ class Fp8:
 
 def _added(a: Quantized, b: Quantized, out: Tensor, add: bool) -> Tensor:
     return fp8.product(a, b, out, add=add)
-
-
-def _filled(groups: Groups) -> Groups:
-    """Return the groups with a multiple of 128 rows each."""
-    return Groups(
-        tuple(-(-size // BLOCK) * BLOCK for size in groups.sizes),
-        torch.div(groups.counts + BLOCK - 1, BLOCK, rounding_mode="floor") * BLOCK,
-    )
 
 
 def _spread(x: Tensor, groups: Groups, filled: Groups) -> Tensor:

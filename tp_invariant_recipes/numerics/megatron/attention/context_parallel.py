@@ -59,16 +59,14 @@ def loss_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., A
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
             dist.all_reduce(tokens, group=group)
-        sums = _of_each_shard(output_tensor.detach().float(), loss_mask.float(), shards // group.size())
+        losses = output_tensor.detach().float()
+        mask = loss_mask.float()
+        n = shards // group.size()
+        pairs = torch.stack((losses * mask, mask), -1).transpose(0, 1).flatten(0, 1)
+        sums = tree_sums(token_sum(pairs, n))  # [n, 2] fp32: losses and tokens of each context shard
         return loss, tokens, {"lm loss": sums.view(-1)}
 
     return masked_next_token_loss
-
-
-def _of_each_shard(losses: Tensor, mask: Tensor, n: int) -> Tensor:
-    """[b, s/cp] and the same → [n, 2] fp32: the sum of losses and the tokens of each of n context shards."""
-    pairs = torch.stack((losses * mask, mask), -1).transpose(0, 1).flatten(0, 1)
-    return tree_sums(token_sum(pairs, n))
 
 
 def _held(length: int, shards: int, group: Any, like: Tensor) -> Tensor:
