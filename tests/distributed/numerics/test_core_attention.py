@@ -8,6 +8,7 @@ import torch
 from tests.distributed.ranks import megatron, on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.megatron import spec
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS, SEQUENCE, BATCH = 4, 64, 2
 HEADS, GROUPS, WIDTH = 8, 4, 16
@@ -88,3 +89,14 @@ def test_the_definition_is_attention_of_a_shard(results, dtype):
     """At tp=4 a rank has one shard, and stock attention computes it alone."""
     actual, stock = results[dtype, "invariant"][0], results[dtype, "stock"][2]
     assert [name for name in NAMES if not same_bits(actual[name], stock[name])] == []
+
+
+def test_a_key_that_heads_share_adds_their_gradients_in_order(bridge):
+    """Those of a shard, first to last: multi-latent attention."""
+    from tp_invariant_recipes.numerics.megatron.attention.latent_attention import _Spread
+
+    key, big = torch.zeros(1, 1, 1, 1, requires_grad=True), 2.0**24  # the number after it is big + 2
+    for gradients, total in (([big, 1, -big], 0.0), ([big, -big, 1], 1.0)):
+        spread = _Spread.apply(key, 3, VirtualMesh(1, 1, 0))
+        (gradient,) = torch.autograd.grad(spread, key, torch.tensor(gradients).view(1, 1, 3, 1))
+        assert gradient.item() == total

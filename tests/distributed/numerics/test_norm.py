@@ -149,19 +149,6 @@ def test_the_plain_weight_gradient_depends_on_the_degree(ranks):
         torch.testing.assert_close(single[2], four[2])
 
 
-@pytest.mark.parametrize("width", (1, 31, 64, 97, 1000, 1025))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others(dtype, width):
-    x, weight, dy = inputs(dtype, (40, 1, width))
-    y, dx, _ = step(ALONE, WHOLE, x, weight, dy)
-    for n in (*range(1, 10), 16, 17):
-        for start in (0, 3):
-            rows = slice(start, start + n)
-            y_alone, dx_alone, _ = step(ALONE, WHOLE, x[rows], weight, dy[rows])
-            assert same_bits(y_alone, y[rows])
-            assert same_bits(dx_alone, dx[rows])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accuracy(results, dtype):
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
