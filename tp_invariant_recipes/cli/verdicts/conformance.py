@@ -43,7 +43,10 @@ def conformance(
     if sum(file is not None for file in (record, check, script)) > 1:
         raise RunError("--record and --script write a file, and --check reads one: give one of them")
     needed.check("tpi conformance", ("torch",))
-    from tp_invariant_recipes.portable import conformance as cases  # torch: seconds
+    from tp_invariant_recipes.machine.progress import busy
+
+    with busy(terminal.console_of_its_own(), "importing torch"):
+        from tp_invariant_recipes.portable import conformance as cases
 
     if script is not None:
         write_atomically(script, cases.render_script(script.name).encode())
@@ -73,12 +76,15 @@ def conformance(
 def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, recorded: bool = False) -> None:
     """Print the result of each check; exit with the status of a comparison. recorded: the device is the recording."""
     from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
+    from tp_invariant_recipes.machine.progress import busy
     from tp_invariant_recipes.portable import other_sums
     from tp_invariant_recipes.portable.conformance import differences
 
     report: list[dict[str, Any]] = []
+    console = terminal.console_of_its_own()
     for name, recording, product in checks:
-        different = differences(recording, product)
+        with busy(console, f"computing {len(recording.cases)} cases: {name}"):
+            different = differences(recording, product)
         described = [difference.__dict__ for difference in different]
         known = other_sums.name(recording, None if recorded else product) if different else None
         report.append({"what": name, "cases": len(recording.cases), "different": described, "known_sum": known})

@@ -27,8 +27,6 @@ from tp_invariant_recipes.features.rollouts.cache import BLOCK
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.machine import progress, terminal
-from tp_invariant_recipes.portable.ieee import draw
-from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.settings.keys import nearest
@@ -124,6 +122,8 @@ def generate(request: GenerateRequest, console: Console, *, dry_run: bool = Fals
 
 def plan(request: GenerateRequest, out: Path) -> Generation:
     """Plan rollouts. Nothing is written. Raises a TpiError that lists what is wrong."""
+    from tp_invariant_recipes.portable.ieee import draw  # torch, which is imported once something is said
+
     source, file = request.source, request.prompts
     words = parse_all(request.overrides)
     typed = [word for word in words if word.key in prompts.NAMES]
@@ -162,6 +162,8 @@ def _misspelt(words: Sequence[Override]) -> dict[str, str]:
 
 def _longest(learned: int | None, cache: int | None) -> int:
     """Return the most tokens of a prompt with its completion. learned: positions; cache: tokens; None: no limit."""
+    from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
+
     limits = learned, LARGEST_ANGLE, None if cache is None else cache // BLOCK * BLOCK
     return min(int(limit) for limit in limits if limit is not None)
 

@@ -7,15 +7,17 @@ A digest tells that two rows differ. How many entries differ only the entries te
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError, reason
 from tp_invariant_recipes.features.score import engine_scores
 from tp_invariant_recipes.files import free_bytes
 from tp_invariant_recipes.sizing.memory import GIB
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROWS = 256  # that are compared at a time
 
@@ -50,7 +52,7 @@ class VocabularyRows:
         self._table = np.load(file, mmap_mode="r+")
         self.start: list[int] = []
 
-    def write(self, rows: Tensor, values: Tensor, column: int) -> None:
+    def write(self, rows: "Tensor", values: "Tensor", column: int) -> None:
         """rows: [n] int64 on the host. values: [n, vocab/t] fp32, from `column` on; padding at the end is left out."""
         kept = max(0, min(values.shape[1], self._table.shape[1] - column))
         self._table[rows.numpy(), column : column + kept] = values[:, :kept].float().cpu().numpy()
