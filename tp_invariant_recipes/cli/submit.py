@@ -125,9 +125,9 @@ def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_js
     from tp_invariant_recipes.machine.progress import busy
 
     with busy(to_person, "importing Megatron-Bridge and checking the configuration"):
-        unvalidated = check(planned)
-    if unvalidated is not None:
-        console.print(unvalidated)
+        remark = check(planned)
+    if remark is not None:
+        console.print(remark)
     submitted = execute(planned)
     console.print(_confirmation(planned, submitted))
     if as_json:

@@ -177,7 +177,7 @@ class PlannedSubmission:
     memory:   a line about the fullest rank of its largest run.
     cells:    of a verify, by name, in the order of the array's tasks; empty for a single run.
     scripts:  in the order of submission; the second waits for the end of the first.
-    validate: lets Bridge validate the runs. Raises ConfigError.
+    validate: lets Bridge validate the runs; what the user should know of them. Raises ConfigError.
     write:    writes the runs, before the scripts.
     after:    ids of the jobs that must have ended well before the first of these begins.
     unseen:   requirements of the nodes that this host cannot check, a line each.
@@ -195,7 +195,7 @@ class PlannedSubmission:
     directory: RunDir
     cells: tuple[str, ...]
     scripts: tuple[JobScript, ...]
-    validate: Callable[[], None]
+    validate: Callable[[], str | None]
     write: Callable[[], None]
     after: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
@@ -260,15 +260,16 @@ class PlannedSubmission:
 def check(submission: PlannedSubmission) -> str | None:
     """Let Bridge validate the runs. Imports it, 10 to 20 s. Raises ConfigError.
 
-    returns: why Bridge cannot validate on this machine, which may lack a driver or library of the nodes. They will.
+    returns: what the user should know of the runs, or why Bridge cannot validate on this machine, which may lack a
+             driver or library of the nodes. They will.
     """
     try:
-        submission.validate()
+        remark = submission.validate()
     except TpiError:
         raise
     except Exception as error:
         return f"the nodes will ask Megatron-Bridge, which fails here: {type(error).__name__}: {error}"
-    return None
+    return f"warning: {remark}" if remark else None
 
 
 def execute(submission: PlannedSubmission) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 
@@ -306,3 +307,16 @@ def test_a_task_of_an_array_is_requeued_alone(array_script, play, tmp_path):
 def test_a_task_that_is_no_cell_is_an_error(array_script, play):
     ended = play(array_script, "", **_task(3))
     assert (ended.returncode, ended.stderr) == (2, "there is no cell 3\n")
+
+
+@pytest.mark.parametrize(
+    "validated, says", ((None, None), ("31 of 200 …", "warning: 31 of 200 …"), (OSError(), "the nodes will ask"))
+)
+def test_what_the_check_of_a_run_remarks_is_told(validated, says):
+    def validate() -> str | None:
+        if isinstance(validated, Exception):
+            raise validated
+        return validated
+
+    remark = script.check(SimpleNamespace(validate=validate))
+    assert remark is None if says is None else remark.startswith(says)
