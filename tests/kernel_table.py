@@ -33,7 +33,7 @@ from tp_invariant_recipes.kernels import (
 )
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 from tp_invariant_recipes.portable import definition
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy

@@ -31,8 +31,8 @@ def warm() -> None:
     from tp_invariant_recipes.ledger.run_files import Attempted, ProgressLine, RunFile
     from tp_invariant_recipes.numerics.megatron import init
     from tp_invariant_recipes.reading import _adapter
-    from tp_invariant_recipes.runs.index_cache import IndexManifest
     from tp_invariant_recipes.runs.lock import Holder
+    from tp_invariant_recipes.runs.run_dir import IndexManifest
 
     init.rule_of("")  # compiles the patterns of all rules
     for kind in (Attempted, Header, Holder, IndexManifest, ProgressLine, RunFile, tail._Step):

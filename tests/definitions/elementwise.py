@@ -1,4 +1,4 @@
-"""Elementwise functions of portable/shared_source.py on arrays of numpy, and folds of portable/ieee/sums.py.
+"""Elementwise functions of portable/shared_source.py on arrays of numpy, and folds of portable/ieee/math.py.
 
 Every operation is rounded by itself. So this is the definition that the compilers' versions must agree with.
 """
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from tests.definitions.tensor_core_sum import fma
-from tp_invariant_recipes.portable.ieee.sums import power_of_two
+from tp_invariant_recipes.portable.ieee.math import power_of_two
 from tp_invariant_recipes.portable.shared_source import renamed
 
 OWN = {

@@ -1,12 +1,12 @@
-"""The product that kernels/products/fp8_sum.py defines, in numpy: a step at a time, as its text says it."""
+"""The product that kernels/products/fp8_tiles.py defines, in numpy: a step at a time, as its text says it."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tests.definitions.tensor_core_sum import NO_EXPONENT, fma
-from tp_invariant_recipes.kernels.products.fp8_sum import KEPT_BITS, LEAST, PROMOTED, STEP, kind
-from tp_invariant_recipes.kernels.products.quantized import Quantized
+from tp_invariant_recipes.kernels.products.fp8_tiles import KEPT_BITS, LEAST, PROMOTED, STEP, kind
+from tp_invariant_recipes.kernels.products.quantize import Quantized
 from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
 
 F64 = NDArray[np.float64]

@@ -111,13 +111,13 @@ def without(*targets: str) -> Callable[[], None]:
 
 def product_per_rank() -> None:
     """Let a weight gradient of gathered matrices be one product, not one for each chunk of tokens."""
-    from tp_invariant_recipes.numerics.layers.linear import partial_linear
+    from tp_invariant_recipes.numerics.layers.linear import linear
 
     def whole_product(grad, rows, mesh):
-        node = partial_linear._subtree((grad,), (rows,), 0, 1)
-        return partial_linear.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
+        node = linear._subtree((grad,), (rows,), 0, 1)
+        return linear.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
 
-    partial_linear._start_weight_gradient = whole_product
+    linear._start_weight_gradient = whole_product
 
 
 def fewer_kept_bits() -> None:

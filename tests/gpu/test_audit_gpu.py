@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.gpu.commands import tpi
-from tp_invariant_recipes.patches import te_grouped_linear
+from tp_invariant_recipes.patches import te_grouped
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ NEMOTRON = (
     "gbs=4",
     "iters=6",
 )
-WITHOUT_THE_FIX = f"patches.off=[{te_grouped_linear.PATCH.name}]"
+WITHOUT_THE_FIX = f"patches.off=[{te_grouped.PATCH.name}]"
 
 
 def audit(folder, *arguments: str) -> tuple[int, dict, str]:
@@ -61,7 +61,7 @@ def test_experts_of_nemotron_keep_their_gradients_in_fp8(tmp_path):
 
 @needs_fusion
 @pytest.mark.skipif(
-    te_grouped_linear.PATCH.verdict().state != "applies", reason="this Transformer Engine does without the fix"
+    te_grouped.PATCH.verdict().state != "applies", reason="this Transformer Engine does without the fix"
 )
 def test_without_the_fix_they_do_not(tmp_path):
     """A toy's gradients in FP8 move by much with any rounding, so that their norm alone is beyond it."""

@@ -8,12 +8,12 @@ graph is told by a tensor to skip: neither changes a value. The same kernels run
 import pytest
 import torch
 
-from tp_invariant_recipes.patches import te_grouped_linear
+from tp_invariant_recipes.patches import te_grouped
 from tp_invariant_recipes.replacement import applied
 
 pytestmark = pytest.mark.gpu
 
-STATE = te_grouped_linear.PATCH.verdict().state
+STATE = te_grouped.PATCH.verdict().state
 RECIPES = ("Float8CurrentScaling", "DelayedScaling")
 SPLITS, HIDDEN, MIDDLE = [32, 64, 16, 48], 128, 256
 STEPS, MICRO_BATCHES = 3, 3
@@ -101,7 +101,7 @@ def same(first, other):
 
 
 def replayed(recipe_name, patched, **told):
-    with applied(te_grouped_linear.PATCH.replacements if patched else ()):
+    with applied(te_grouped.PATCH.replacements if patched else ()):
         recipe = recipe_named(recipe_name)
         return train(captured(Experts(), recipe), recipe, **told)
 
@@ -113,7 +113,7 @@ def eager(recipe_name):
 
 
 def test_the_patch_knows_this_version():
-    assert STATE in ("applies", "not needed"), te_grouped_linear.PATCH.verdict().reason
+    assert STATE in ("applies", "not needed"), te_grouped.PATCH.verdict().reason
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

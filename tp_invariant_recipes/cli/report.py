@@ -28,20 +28,20 @@ def report(
     tpi report RUN
     tpi report RUN_A RUN_B --out differences.html
     """
-    from tp_invariant_recipes.report import files, page, render
+    from tp_invariant_recipes.report import page, render
     from tp_invariant_recipes.report.runs import gather
 
     image = None if no_png else png or out.with_suffix(".png")
-    files.check({"--out": out, "--png": image}, force)
+    render.check({"--out": out, "--png": image}, force)
     with progress.Counter(terminal.console(stderr=True)) as slow:
         gathered = gather(runs, reading=slow.reading, comparing=slow.counting("comparing: step"))
         parts = page.sections(gathered)
         drawn = slow.counting("drawing: figure")
-        files.write(out, visible(page.page(gathered, parts, drawn)).encode())
+        render.write(out, visible(page.page(gathered, parts, drawn)).encode())
         if image:
             drawings = [drawing for part in parts for drawing in part.drawings]
             title = "\n".join(map(single_line, page.verdicts(gathered)))
-            files.write(image, render.png(drawings, title, slow.counting("drawing the image: figure")))
+            render.write(image, render.png(drawings, title, slow.counting("drawing the image: figure")))
     for line in page.verdicts(gathered):
         terminal.print_text(single_line(line))
     for file in filter(None, (out, image)):

@@ -43,13 +43,13 @@ STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.latent_block_spec"}
 # What stands there when `model.transformer_impl=local`: Megatron-Core's own layers.
 LOCAL_SPECS = {
     "GPTModelProvider": "megatron.bridge.models.gpt_provider.local_layer_spec",
-    "HybridModelProvider": "tp_invariant_recipes.numerics.megatron.hybrid_spec.local_hybrid_spec",
+    "HybridModelProvider": "tp_invariant_recipes.numerics.megatron.spec.local_hybrid_spec",
     **STOCK_SPECS,
 }
 # What stands there under any numerics but stock.
 INVARIANT_SPECS = {
     "GPTModelProvider": f"{_SPEC}.invariant_layer_spec",
-    "HybridModelProvider": "tp_invariant_recipes.numerics.megatron.hybrid_spec.invariant_hybrid_spec",
+    "HybridModelProvider": "tp_invariant_recipes.numerics.megatron.spec.invariant_hybrid_spec",
     "MLAModelProvider": f"{_LATENT}.invariant_latent_block_spec",
 }
 

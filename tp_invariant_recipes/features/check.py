@@ -131,7 +131,7 @@ def _operands(config: RunConfig, module: str) -> "Format":
     """Return what a layer computes with: FP8, or what the run's mode has."""
     layers, arithmetic = low_precision.fp8_layers(config), mode.named_mode(config.numerics.mode)
     if layers is not None and layers.contains(int(module.split(".")[2]), config.shape.layers):
-        from tp_invariant_recipes.numerics.megatron.fp8 import operands_of
+        from tp_invariant_recipes.numerics.megatron.base import operands_of
 
         return operands_of(layers, arithmetic, None)
     return arithmetic.operands()

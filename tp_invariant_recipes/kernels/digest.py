@@ -32,7 +32,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.grad_norm import largest
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 
 LANES = 2
 WITH_MAGNITUDE = (torch.float32, torch.bfloat16)

@@ -6,13 +6,47 @@ tensor that function would call `data_ptr`, and ask CUDA whether a GPU can read 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
+
+
+class TablePlace(NamedTuple):
+    """Rows `row`, `row + step`, … (`rows` of them) and columns `column` … `column + columns - 1` of the whole."""
+
+    row: int
+    step: int
+    rows: int
+    column: int
+    columns: int
+
+
+class TensorPart(NamedTuple):
+    """A part of a table. Its row i is row `row + i · step` of the whole, its column j is column `column + j`.
+
+    values: [rows, columns], columns adjacent in memory; a view of a weight, a gradient or what the optimizer keeps.
+    copy:   the same values rounded, if they are fp32: bf16 [rows, columns], columns adjacent in memory.
+    name:   of the tensor in the whole model (ledger/digests.py says which names); "" where one tensor is meant.
+    shape:  of the whole tensor.
+    """
+
+    values: Tensor
+    row: int
+    column: int
+    step: int = 1
+    copy: Tensor | None = None
+    name: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> TablePlace:
+        """Its place in the whole."""
+        return TablePlace(self.row, self.step, self.values.shape[0], self.column, self.values.shape[1])
+
 
 _FITS = 2**31
 C_ENTRY = ("3.6.",)  # versions of Triton whose launcher's C function is known; others are called as Triton does

@@ -5,8 +5,25 @@ torch says of itself what it takes, ATEN_CPU_CAPABILITY included. MKL decides by
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
+
+
+def address_towards(host: str) -> str:
+    """Return the IPv4 address from which this machine reaches `host`. Raises OSError without a route to it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # connecting a datagram socket sends nothing
+        return probe.getsockname()[0]
+
+
+def interface(address: str) -> str | None:
+    """Return the name of the network interface that has this address; None: no interface of this machine has it."""
+    import psutil
+
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)
+
 
 # oneDNN's kinds in its order -> the flag of /proc/cpuinfo that the processor needs beside those before it.
 _ONEDNN = {

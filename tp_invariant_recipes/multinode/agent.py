@@ -29,7 +29,7 @@ from tp_invariant_recipes.launch import local, ranks, record, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.ledger.run_files import AttemptJob
-from tp_invariant_recipes.machine.network import address_towards, interface
+from tp_invariant_recipes.machine.processor import address_towards, interface
 from tp_invariant_recipes.machine.versions import versions
 from tp_invariant_recipes.multinode.rendezvous import (
     FAILED,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger.dumps import RANKS, DumpedPart, file_of
 from tp_invariant_recipes.runs.run_dir import writing
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import LANES, lanes
-from tp_invariant_recipes.kernels.tensor_part import TablePlace
+from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
 from tp_invariant_recipes.observe.placement import NOTHING, ModuleRow, PlacementRule, Site, class_names, row_of
 

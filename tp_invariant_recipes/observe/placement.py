@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.tensor_part import TablePlace, TensorPart
+from tp_invariant_recipes.kernels.launch import TablePlace, TensorPart
 
 # Bridge's data loaders -> the number in the step of sample i of a data-parallel rank's, given samples a micro-batch.
 CONSECUTIVE = "consecutive"  # of the invariant numerics (numerics/megatron/data_order.py)
@@ -37,7 +37,7 @@ class Site:
     samples:           of a micro-batch.
     sampler:           dataset.dataloader_type, or CONSECUTIVE.
     sequence_parallel: positions are split over the tensor-parallel ranks between their products.
-    context_shards:    C, into which sequences are cut; cp for stock numerics (numerics/sums/context_shards.py).
+    context_shards:    C, into which sequences are cut; cp for stock numerics (numerics/sums/data_shards.py).
     visits:            the rank's number of each micro-batch's sample; empty: they come in their order.
     """
 

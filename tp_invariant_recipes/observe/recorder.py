@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-from tp_invariant_recipes.compare import loaded_state
+from tp_invariant_recipes.compare import comparability
 from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
@@ -166,9 +166,9 @@ class Recorder(Callback):
             return None  # `resume` refuses a ledger that is too short
         line = ledger.steps[step - 1]
         here = replace(line, **vars(loaded))
-        wrong = loaded_state.problem(line, here)
+        wrong = comparability.problem(line, here)
         if wrong is None:
-            print(loaded_state.remark(line, here))
+            print(comparability.remark(line, here))
         return wrong
 
     def _write_progress(self, line: ProgressLine) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.tensor_part import TablePlace, TensorPart
+from tp_invariant_recipes.kernels.launch import TablePlace, TensorPart
 
 
 class FlatSlice(NamedTuple):

@@ -14,7 +14,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core import parallel_state
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.tensor_part import TablePlace
+from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
 from tp_invariant_recipes.numerics.sums.expert_groups import visits_of
 from tp_invariant_recipes.observe.dump_writer import DumpWriter

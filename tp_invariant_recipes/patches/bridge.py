@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from tp_invariant_recipes.patches import code
-from tp_invariant_recipes.patches.code import Form
-from tp_invariant_recipes.patches.patch import Looks, Patch
+from tp_invariant_recipes.patches import patch
+from tp_invariant_recipes.patches.patch import Form, Looks, Patch
 
 
 def nothing(original: Any) -> Callable[[], None]:
@@ -17,7 +16,7 @@ def nothing(original: Any) -> Callable[[], None]:
 
 def _helpers_without_makefile() -> bool:
     """Whether Megatron-Core has compiled helpers and no Makefile."""
-    core = code.folder("megatron.core")
+    core = patch.folder("megatron.core")
     if core is None:
         return False
     return not (core / "datasets/Makefile").exists() and any((core / "datasets").glob("helpers_cpp*.so"))

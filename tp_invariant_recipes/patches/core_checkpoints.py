@@ -7,9 +7,8 @@ from multiprocessing import get_context
 from typing import Any
 
 from tp_invariant_recipes import saved_names
-from tp_invariant_recipes.patches import code
-from tp_invariant_recipes.patches.code import Form
-from tp_invariant_recipes.patches.patch import Looks, Patch
+from tp_invariant_recipes.patches import patch
+from tp_invariant_recipes.patches.patch import Form, Looks, Patch
 from tp_invariant_recipes.start import forking
 
 
@@ -92,7 +91,7 @@ def momentum(optimizer: Any, config: Any = None) -> None:
 
 def _none_for_sgd() -> bool:
     """Whether the installed function makes SGD without a function for its state."""
-    made = code.source("megatron.core", "optimizer/__init__.py", "_get_megatron_optimizer_based_on_param_groups")
+    made = patch.source("megatron.core", "optimizer/__init__.py", "_get_megatron_optimizer_based_on_param_groups")
     return "init_state_fn = None" in made.partition("optimizer = SGD(")[2].partition("else:")[0]
 
 
@@ -110,7 +109,7 @@ def as_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _shared_key_map() -> bool:
     """Whether the installed function has one table of names, for dense layers without latent attention."""
-    function = code.source("megatron.core", "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules")
+    function = patch.source("megatron.core", "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules")
     return function.count("sharded_state_dict_keys_map") == 1
 
 

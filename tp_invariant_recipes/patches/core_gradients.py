@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.patches.code import Form
-from tp_invariant_recipes.patches.patch import Looks, Patch
+from tp_invariant_recipes.patches.patch import Form, Looks, Patch
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.patches import bridge, core_gradients
-from tp_invariant_recipes.patches.code import Form
-from tp_invariant_recipes.patches.patch import Patch
+from tp_invariant_recipes.patches.patch import Form, Patch
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig

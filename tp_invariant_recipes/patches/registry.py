@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.errors import ConfigError, Problem, lines
-from tp_invariant_recipes.patches import bridge, core_checkpoints, core_gradients, te_grouped_linear, te_grouped_wgrad
+from tp_invariant_recipes.patches import bridge, core_checkpoints, core_gradients, te_grouped
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.start import lazy_imports
 
@@ -19,8 +19,8 @@ PATCHES: tuple[Patch, ...] = (
     *core_checkpoints.PATCHES,
     *core_gradients.PATCHES,
     *bridge.PATCHES,
-    te_grouped_linear.PATCH,
-    *te_grouped_wgrad.PATCHES,
+    te_grouped.PATCH,
+    *te_grouped.PATCHES,
 )
 
 

@@ -5,7 +5,7 @@ operands, a and b are their bits, c the bits of the fp32 output. Its metadata na
 every case, the kernels that gave exactly these bits (mmasync and mmawg: Triton's tl.dot with 1 and 4 warps, with the
 tile of k; fma: the same for fp32 operands; cublas; cublaswide: the corner of a cuBLAS product 32 times as tall and as
 wide). `fp8_hopper.safetensors` has products of FP8 that cuBLAS gave on an H200 and an H100; KIND names the types of the
-operands and the blocks of b (kernels/products/quantized.py), a and b [n, k] are bytes, sa and sb their scales. `write`
+operands and the blocks of b (kernels/products/quantize.py), a and b [n, k] are bytes, sa and sb their scales. `write`
 makes such a file of another GPU.
 """
 
@@ -28,7 +28,7 @@ from tp_invariant_recipes import __version__
 from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2, Blocks, Quantized
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2, Blocks, Quantized
 from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
 
@@ -146,7 +146,7 @@ def outputs(case: Case, product: Product) -> NDArray[np.uint32]:
 
 
 def by_definition(a: Operand, b: Operand) -> Tensor:
-    """Compute a @ b by kernels/products/tensor_core_sum.py, or a @ b^T by kernels/products/fp8_sum.py, on CPUs."""
+    """Compute a @ b by kernels/products/tensor_core_sum.py, or a @ b^T by kernels/products/fp8_tiles.py, on CPUs."""
     from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu  # load numba
 
     return fp8_cpu.product(a, b) if isinstance(a, Quantized) else tensor_core_cpu.product(a, b)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu import numba_fma
+from tp_invariant_recipes.kernels.cpu import numba_loop
 from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS
 
@@ -180,7 +180,7 @@ _OF_NUMBA: dict[str, Any] = {
     "tl": _language,
     "bits_of": _numba_bits_of,
     "fp32_of": _numba_fp32_of,
-    "fma": numba_fma.fma,
+    "fma": numba_loop.fma,
     "at_least": _numba_at_least,
 }
 _sources: dict[str, Callable] = {}

@@ -1,6 +1,7 @@
 """The figures of a report. They use matplotlib's objects without pyplot and leave its settings unchanged."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,102 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, MaxNLocator, NullLocator
 
+from tp_invariant_recipes.ledger.bits import bits_float, ulp_distance
+from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.report.curves import Curve, curve, distances, recorded
-from tp_invariant_recipes.report.palette import LIGHT, LINES, STYLES
 from tp_invariant_recipes.report.runs import Report, Run
+
+# name -> (value on a light screen, value on a dark screen). The lines' colours follow Okabe and Ito.
+COLOURS = {
+    "ink": ("#1b2330", "#e6e9ee"),
+    "faint": ("#5b6675", "#a3adba"),
+    "rule": ("#d3d9e1", "#39424f"),
+    "paper": ("#fefefd", "#14181f"),
+    "line-0": ("#0072b2", "#56b4e9"),
+    "line-1": ("#d55e00", "#f28e3c"),
+    "line-2": ("#009e73", "#2fc79b"),
+    "line-3": ("#aa3377", "#e58abf"),
+    "line-4": ("#56b4e8", "#9cd3f2"),
+    "line-5": ("#b8860b", "#e8c547"),
+}
+LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+LINES = tuple(LIGHT[name] for name in COLOURS if name.startswith("line-"))
+STYLES = ("-", "--", "-.", ":")  # lines of identical runs cover each other, so each has its own style too
+
+_NAMES = {light: name for name, light in LIGHT.items()}
+
+
+def named(svg: str) -> str:
+    """Replace colours by their names: `fill: #1b2330` becomes `fill: var(--ink)`."""
+    return re.sub(
+        r"#[0-9a-f]{6}\b", lambda match: f"var(--{_NAMES[match[0]]})" if match[0] in _NAMES else match[0], svg
+    )
+
+
+def style_sheet(column: int) -> str:
+    """CSS declarations of the names. column: 0 for a light screen, 1 for a dark one."""
+    return "".join(f"--{name}:{values[column]};" for name, values in COLOURS.items())
+
+
+POINTS = 500  # of a curve
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a curve, arrays of one length.
+
+    x:         the step, or the middle of a block.
+    y:         the value, or the median of a block. NaN: no finite value.
+    low, high: the smallest and largest value of a block.
+    block:     steps per point; 1: every step has its point.
+    missing:   steps without a finite value.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    block: int
+    missing: int
+
+
+def curve(points: Iterable[tuple[int, float | None]]) -> Curve:
+    """Make a curve from (step, value)."""
+    pairs = np.array([(step, np.nan if value is None else value) for step, value in points], dtype=np.float64)
+    steps, values = pairs.reshape(-1, 2).T.copy()
+    values[~np.isfinite(values)] = np.nan
+    block = max(1, -(-len(values) // POINTS))
+    edges = range(0, len(values), block)
+    parts = [values[start : start + block] for start in edges]
+    parts = [part[np.isfinite(part)] for part in parts]
+    return Curve(
+        x=np.array([steps[start : start + block].mean() for start in edges]),
+        y=np.array([np.median(part) if part.size else np.nan for part in parts]),
+        low=np.array([part.min() if part.size else np.nan for part in parts]),
+        high=np.array([part.max() if part.size else np.nan for part in parts]),
+        block=block,
+        missing=int(np.isnan(values).sum()),
+    )
+
+
+def recorded(ledger: Ledger, field: str) -> list[tuple[int, float | None]]:
+    """(step, value) of one of the floats that the ledger records as exact bits."""
+    texts = ((step.step, getattr(step, field)) for step in ledger.steps)
+    return [(step, None if text is None else bits_float(text)) for step, text in texts]
+
+
+def distances(a: Ledger, b: Ledger, field: str) -> list[tuple[int, float | None]]:
+    """(step, ULP) of every common step. None: the bits differ, and one value is a NaN or missing."""
+    pairs = (
+        (record.step, getattr(record, field), getattr(other, field))
+        for record, other in zip(a.steps, b.steps, strict=False)
+    )
+    return [
+        (step, 0 if in_a == in_b else None if in_a is None or in_b is None else ulp_distance(in_a, in_b))
+        for step, in_a, in_b in pairs
+    ]
+
 
 WIDTH = 10.8  # inches, of every figure
 _CURVES, _DISTANCES, _COSTS = 5.6, 3.4, 3.2  # inches of height

@@ -5,15 +5,57 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import DISK_FULL, UNFINISHED, shortage, write_atomically
 from tp_invariant_recipes.ledger import run_files
+from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.reading import Record, checked, parse_json, parse_yaml, read_limited
+from tp_invariant_recipes.runs.checkpoints import MANIFEST, CheckpointFile, described
 from tp_invariant_recipes.settings.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class IndexManifest(Record):
+    """files: path in the cache → the file."""
+
+    schema: Literal[1] = field(default=1, kw_only=True)
+    files: dict[str, CheckpointFile]
+
+
+def remove_unrecorded(cache: Path) -> list[str]:
+    """Remove files that the manifest lacks or contradicts, which Megatron builds again, and return them. RunError."""
+    recorded = _read(cache)
+    wrong = [name for name, file in described(cache).items() if recorded.get(name) != file]
+    for name in wrong:
+        (cache / name).unlink()
+    return wrong
+
+
+def record(cache: Path) -> None:
+    """Write the manifest of a cache that is whole. Raises RunError: a rebuilt file is not the one recorded before."""
+    recorded, files = _read(cache), described(cache)
+    wrong = sorted(name for name, file in recorded.items() if name in files and files[name] != file)
+    if wrong:
+        raise RunError(
+            f"{cache}: Megatron builds {', '.join(wrong)} with other contents than this run has trained with so far, "
+            f"so that its steps to come would read other samples; continue with the versions in versions.json"
+        )
+    if files and files != recorded:
+        manifest = IndexManifest(recorded | files)
+        write_atomically(cache / MANIFEST, json.dumps(manifest.as_json(), indent=1))
+
+
+def _read(cache: Path) -> dict[str, CheckpointFile]:
+    file = cache / MANIFEST
+    try:
+        return checked(IndexManifest, parse_json(read_limited(file, LARGEST))).files if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file}: {reason(error)}; remove {cache}, and the next attempt builds it again") from error
+
 
 TAKEN = " is not empty: continue it (--resume {0}) or choose another run.dir"
 

@@ -29,8 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, reason
-from tp_invariant_recipes.machine.known_versions import KNOWN
-from tp_invariant_recipes.machine.versions import installed
+from tp_invariant_recipes.machine.versions import KNOWN, installed
 from tp_invariant_recipes.reading import MIB, read_limited
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings.keys import nearest

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.runs import index_cache
+from tp_invariant_recipes.runs import run_dir
 from tp_invariant_recipes.runs.checkpoints import step_of, write_manifest
 from tp_invariant_recipes.start.bridge import deterministic_mode_without_its_extras
 from tp_invariant_recipes.training import written_hashes
@@ -47,12 +47,12 @@ class IndexRecorder(Callback):
 
     def on_data_init_start(self, context: Any) -> None:
         """Before Megatron looks for files."""
-        for name in index_cache.remove_unrecorded(self.cache):
+        for name in run_dir.remove_unrecorded(self.cache):
             print(f"{self.cache / name}: torn, changed, or not recorded: it is built again")
 
     def on_train_start(self, context: Any) -> None:
         """All files are there."""
-        index_cache.record(self.cache)
+        run_dir.record(self.cache)
 
 
 class Finite(Callback):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.distributed.ranks import on_ranks
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import lanes
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.observe.shards import Shards, covers, whole_name
 
 pytestmark = pytest.mark.usefixtures("bridge")

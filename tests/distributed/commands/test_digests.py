@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.distributed.small_models import DENSE, small
 from tp_invariant_recipes.kernels.digest import lanes
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.open import read

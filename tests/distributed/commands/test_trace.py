@@ -9,7 +9,7 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.scenario import STOCK, unequal
 from tests.distributed.small_models import RECOMPUTED, small
 from tp_invariant_recipes.kernels.digest import lanes
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
 from tp_invariant_recipes.observe.placement import Site

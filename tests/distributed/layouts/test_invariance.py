@@ -71,16 +71,16 @@ def test_how_often_digests_are_taken_changes_nothing_else(scenario):
 
 def _turned_positions():
     """Give tokens the positions of a sequence that nobody cut."""
-    from tp_invariant_recipes.numerics.megatron.attention import context_parallel
+    from tp_invariant_recipes.numerics.megatron.attention import core_attention
 
-    context_parallel._held = lambda length, *_: torch.arange(length)
+    core_attention._held = lambda length, *_: torch.arange(length)
 
 
 def _tokens_as_they_lie():
     """Give attention its tokens shard by shard."""
-    from tp_invariant_recipes.numerics.layers import head_exchange
+    from tp_invariant_recipes.numerics.layers import attention
 
-    head_exchange._heads = head_exchange._tokens = lambda x, exchange: x.clone()
+    attention._heads = attention._tokens = lambda x, exchange: x.clone()
 
 
 def test_context_shards_compute_what_a_whole_sequence_does(scenario):

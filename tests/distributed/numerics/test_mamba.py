@@ -38,9 +38,9 @@ def _layer(config, invariant):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
 
-    from tp_invariant_recipes.numerics.megatron import hybrid_spec, spec
+    from tp_invariant_recipes.numerics.megatron import spec
 
-    part = hybrid_spec.local_hybrid_spec(config).submodules.mamba_layer
+    part = spec.local_hybrid_spec(config).submodules.mamba_layer
     part.submodules.mixer.params = {"chunk_size": CHUNK}
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return build_module(

@@ -10,7 +10,7 @@ from tests.distributed.ranks import on_ranks, terms
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
-from tp_invariant_recipes.numerics.sums import partial_gradient
+from tp_invariant_recipes.numerics.sums import weight_gradient
 
 SHARDS, DEGREES = 8, (1, 2, 4)
 S, B, N = 1024, 2, 24  # of few tokens, chunks of any number have one sum
@@ -88,11 +88,11 @@ def _after_a_failure(mesh):
 
 
 def _two_passes(mesh):
-    model, before = Model(mesh, everywhere=False), len(partial_gradient._waiting)
+    model, before = Model(mesh, everywhere=False), len(weight_gradient._waiting)
     first, second = model.loss(), model.loss()
     first.backward()
     second.backward()
-    return model.gradients(), len(partial_gradient._waiting) - before
+    return model.gradients(), len(weight_gradient._waiting) - before
 
 
 def _tied(mesh):
@@ -114,7 +114,7 @@ def _heads_of_contexts(mesh):
     for by_heads in (True, False):
         weight = torch.zeros(N, requires_grad=True)
         wider = replace(mesh, contexts=2)
-        results.append(partial_gradient.reduce_weight_gradient(weight, leaves, wider, False, by_heads))
+        results.append(weight_gradient.reduce_weight_gradient(weight, leaves, wider, False, by_heads))
     return dict(zip(("right", "as tokens"), results, strict=True))
 
 

@@ -191,10 +191,10 @@ def test_a_damaged_index_is_rebuilt(copied, whole):
 @pytest.mark.release
 def test_without_the_manifest_another_index_trains_on_other_samples(copied, whole):
     def plant() -> None:
-        from tp_invariant_recipes.runs import index_cache
+        from tp_invariant_recipes.runs import run_dir
 
-        index_cache.remove_unrecorded = lambda cache: []
-        index_cache.record = lambda cache: None
+        run_dir.remove_unrecorded = lambda cache: []
+        run_dir.record = lambda cache: None
 
     _shuffle_otherwise(copied.folder / "run")
     copied(*FROM_STEP_2, before=plant, status=0)

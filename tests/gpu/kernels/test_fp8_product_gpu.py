@@ -9,9 +9,9 @@ from tests.operands import same_bits
 from tp_invariant_recipes.kernels.cpu import fp8_cpu
 from tp_invariant_recipes.kernels.products import fp8_tiles
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8, fp8_cublas
-from tp_invariant_recipes.numerics.products.fp8_probe import DRAWS
+from tp_invariant_recipes.numerics.products.probe import DRAWS
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 

@@ -9,10 +9,10 @@ from tests.gpu.kernels.test_fp8_product_gpu import drawn, on_gpu
 from tests.gpu.kernels.test_restarting_product import CUTS, pytestmark  # noqa: F401 -- the marks hold here too
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products import restarting_product as kernel
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 from tp_invariant_recipes.kernels.products.restarting_product import Cut
 from tp_invariant_recipes.numerics.products import contraction, fp8
-from tp_invariant_recipes.numerics.products.fp8_probe import DRAWS
+from tp_invariant_recipes.numerics.products.probe import DRAWS
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 

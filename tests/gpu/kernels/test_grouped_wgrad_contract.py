@@ -15,8 +15,9 @@ from packaging.version import Version
 from tests.wgrad_contract import CONTRACT
 from tests.wgrad_versions import LAYERS, contract, upstream
 from tp_invariant_recipes.machine.versions import installed
-from tp_invariant_recipes.patches import code, registry
-from tp_invariant_recipes.patches.te_grouped_wgrad import within_main_grad
+from tp_invariant_recipes.patches import patch as code
+from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.patches.te_grouped import within_main_grad
 from tp_invariant_recipes.replacement import applied
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 
 from tp_invariant_recipes.kernels import grad_norm
 from tp_invariant_recipes.kernels.digest import COLUMNS, ROWS, Lanes, lanes
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from tp_invariant_recipes.compare import deviation, reported_norm
 from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.features.audit import workflow as audit
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE
 from tp_invariant_recipes.observe.dump_writer import DumpWriter

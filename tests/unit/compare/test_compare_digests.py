@@ -20,7 +20,7 @@ from tests.unit.compare.ledgers import (
     with_trace,
 )
 from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.comparison_json import comparison_json
+from tp_invariant_recipes.compare.result import comparison_json
 from tp_invariant_recipes.compare.text import parameter_line, parameter_rows, verdict_line
 
 

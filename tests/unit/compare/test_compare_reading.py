@@ -11,7 +11,7 @@ from tests.unit.compare.ledgers import HEADER, record
 from tp_invariant_recipes.compare import compare as compare_module
 from tp_invariant_recipes.compare import tally
 from tp_invariant_recipes.compare.compare import compare, compare_all
-from tp_invariant_recipes.compare.comparison_json import comparison_json, report
+from tp_invariant_recipes.compare.result import comparison_json, report
 from tp_invariant_recipes.compare.text import remarks
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import reader, stream

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.compare.ledgers import FC1, NAMES, record, value
 from tests.unit.compare.test_compare_state import line
-from tp_invariant_recipes.compare.loaded_state import problem, remark
+from tp_invariant_recipes.compare.comparability import problem, remark
 
 LINE = line(4, state=True)
 LOADED = replace(LINE, weights={name: value(name) for name in NAMES})

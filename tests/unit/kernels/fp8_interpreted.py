@@ -14,7 +14,7 @@ from tests.operands import same_bits
 from tests.unit.portable.attention_interpreted import fused, rounded_to_bf16
 from tp_invariant_recipes.kernels.products import fp8_tiles
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 

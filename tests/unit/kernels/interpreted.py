@@ -41,9 +41,9 @@ from tp_invariant_recipes.kernels import (
     swiglu,
     tree_add,
 )
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.kernels.products import fixed_tile_product, grouped_product, mxfp8
-from tp_invariant_recipes.kernels.products.quantized import E4M3
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.products.quantize import E4M3
 from tp_invariant_recipes.numerics.layers import delta_net
 from tp_invariant_recipes.numerics.sums import peer_memory
 

@@ -12,7 +12,7 @@ from tests.operands import same_bits
 from tp_invariant_recipes.kernels import digest
 from tp_invariant_recipes.kernels.digest import LANES, Lanes, keys, lanes
 from tp_invariant_recipes.kernels.grad_norm import largest
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 
 MASK = (1 << 64) - 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)

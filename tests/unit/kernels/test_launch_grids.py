@@ -29,7 +29,7 @@ from tp_invariant_recipes.kernels import (
 )
 from tp_invariant_recipes.kernels.launch import ALONG_Y, Kernel
 from tp_invariant_recipes.kernels.products import fp8_tiles, grouped_product, mxfp8
-from tp_invariant_recipes.kernels.products.quantized import E4M3
+from tp_invariant_recipes.kernels.products.quantize import E4M3
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import attention as ieee_attention
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped, distance, file_of, read_step, steps
 from tp_invariant_recipes.observe.dump_writer import DumpWriter

@@ -20,7 +20,7 @@ from safetensors.numpy import save
 from tests.unit.ledger.test_certificate import sealed_archive
 from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.comparison_json import report
+from tp_invariant_recipes.compare.result import report
 from tp_invariant_recipes.compare.text import remarks, verdict_line
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.data.examples import read_examples

@@ -12,7 +12,7 @@ import pytest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Attempt
-from tp_invariant_recipes.machine.network import address_towards, interface
+from tp_invariant_recipes.machine.processor import address_towards, interface
 from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
 from tp_invariant_recipes.runs.attempts import consecutive_failures

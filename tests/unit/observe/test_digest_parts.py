@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.kernels.digest import LANES
-from tp_invariant_recipes.kernels.tensor_part import TablePlace
+from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.observe import union
-from tp_invariant_recipes.observe.digests.parts import coefficients, extent, fits, is_whole
+from tp_invariant_recipes.observe.digests.sums import coefficients, extent, fits, is_whole
 from tp_invariant_recipes.observe.shards import covers
 
 WRONG = (

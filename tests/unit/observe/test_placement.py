@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.kernels.digest import lanes
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.observe import placement
 from tp_invariant_recipes.observe.placement import ModuleRow, Site, row_of
 from tp_invariant_recipes.observe.shards import covers

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.kernels.tensor_part import TablePlace
+from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.observe.shards import _OwnerView, _table, _within, covers, whole_name
 
 

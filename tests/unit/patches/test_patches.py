@@ -22,9 +22,10 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import stacks
 from tp_invariant_recipes.machine import versions
-from tp_invariant_recipes.patches import bridge, code, core_checkpoints, registry, te_grouped_linear
+from tp_invariant_recipes.patches import bridge, core_checkpoints, registry, te_grouped
+from tp_invariant_recipes.patches import patch as code
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
-from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag
+from tp_invariant_recipes.patches.te_grouped import place_of_flag
 from tp_invariant_recipes.replacement import applied
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -115,11 +116,11 @@ def _loaded() -> list[str]:
 @pytest.fixture
 def patch(installs, monkeypatch) -> Patch:
     """The row, made for the small source above, alone in the table."""
-    file = installs("0") / te_grouped_linear.FILE
-    need = te_grouped_linear.PATCH.need
+    file = installs("0") / te_grouped.FILE
+    need = te_grouped.PATCH.need
     assert isinstance(need, Versions)
     functions = tuple(Function(f.file, f.name, {"here": str(code.fingerprint(file, f.name))}) for f in need.functions)
-    made = dataclasses.replace(te_grouped_linear.PATCH, need=dataclasses.replace(need, functions=functions))
+    made = dataclasses.replace(te_grouped.PATCH, need=dataclasses.replace(need, functions=functions))
     monkeypatch.setattr(registry, "PATCHES", (made,))
     return made
 
@@ -163,7 +164,7 @@ def test_only_known_code_is_patched(installs, patch, change, state):
     assert change[0] in SOURCE
     folder = installs("2.13.0", SOURCE.replace(*change, 1))
     assert patch.verdict().state == state
-    (folder / te_grouped_linear.FILE).unlink()
+    (folder / te_grouped.FILE).unlink()
     assert patch.verdict().state == "refused"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.wgrad_contract import CONTRACT, WgradMode
 from tests.wgrad_versions import DEVIATIONS, LAYERS, contract, upstream
-from tp_invariant_recipes.patches import registry, te_grouped_wgrad
+from tp_invariant_recipes.patches import registry, te_grouped
 from tp_invariant_recipes.patches.patch import Versions
 
 GROUPS, SHAPE = 3, (2, 4)
@@ -127,7 +127,7 @@ RETURNS = {
 def returned_by(what: str, mode: WgradMode, made: list) -> list:
     if what != "dummy":
         return [RETURNS[what](weight) for weight in made]
-    return [te_grouped_wgrad.settled(weight, None, mode.delayed, mode.accumulates) for weight in made]
+    return [te_grouped.settled(weight, None, mode.delayed, mode.accumulates) for weight in made]
 
 
 @pytest.mark.parametrize("wrapper", ("op", "mlp"))
@@ -141,11 +141,11 @@ def test_each_cell_after_the_patch(mode, single, wrapper, dummies):
         op = operation(mode, made)
         gradients = returned_by(upstream(mode, layer, release), mode, made)
         if wrapper == "op":
-            function = te_grouped_wgrad.settled_op(lambda self, contexts, dy: (dy, [gradients], [(None,)]))  # noqa: B023
+            function = te_grouped.settled_op(lambda self, contexts, dy: (dy, [gradients], [(None,)]))  # noqa: B023
             dx, (settled,), extra = function(op, [SimpleNamespace(weight_requires_grad=True)], "dy")
             assert (dx, extra) == ("dy", [(None,)])
         else:
-            function = te_grouped_wgrad.settled_mlp(lambda fc_op, ctx, *others: gradients)  # noqa: B023
+            function = te_grouped.settled_mlp(lambda fc_op, ctx, *others: gradients)  # noqa: B023
             settled = function(op, SimpleNamespace(weight_requires_grad=True), GROUPS)
         wanted = contract(mode, layer)
         assert [kind(g, w, dummies) for g, w in zip(settled, made, strict=True)] == [wanted] * len(made)
@@ -166,15 +166,15 @@ def test_biases_keep_their_place(single, biases):
     returned = [*kept, *gradients] if before else [*gradients, *kept]
     nothing = [None] * len(made)
     wanted = [*kept, *nothing] if before else [*nothing, *kept]
-    assert te_grouped_wgrad.settled_parameters(op, returned, lambda weight, gradient: True) == wanted
+    assert te_grouped.settled_parameters(op, returned, lambda weight, gradient: True) == wanted
 
 
 def test_frozen_weights_stay_unchanged():
     mode = WgradMode(accumulates=True, flagged=True)
     op, ctx = operation(mode, weights(mode)), SimpleNamespace(weight_requires_grad=False)
     nothing = [None] * GROUPS
-    assert te_grouped_wgrad.settled_mlp(lambda fc_op, ctx: nothing)(op, ctx) is nothing
-    returned = te_grouped_wgrad.settled_op(lambda self, contexts: (None, [nothing], [()]))(op, [ctx])
+    assert te_grouped.settled_mlp(lambda fc_op, ctx: nothing)(op, ctx) is nothing
+    returned = te_grouped.settled_op(lambda self, contexts: (None, [nothing], [()]))(op, [ctx])
     assert returned == (None, [nothing], [()])
 
 
@@ -185,8 +185,8 @@ def test_an_overwritten_main_grad_is_not_returned_either(flagged, dummies):
     ctx = SimpleNamespace(weight_requires_grad=True)
     live = [weight.main_grad for weight in made]
     op = operation(mode, made)
-    _, (of_op,), _ = te_grouped_wgrad.settled_op(lambda self, contexts: (None, [live], [()]))(op, [ctx])
-    for settled in (of_op, te_grouped_wgrad.settled_mlp(lambda fc_op, ctx: live)(op, ctx)):
+    _, (of_op,), _ = te_grouped.settled_op(lambda self, contexts: (None, [live], [()]))(op, [ctx])
+    for settled in (of_op, te_grouped.settled_mlp(lambda fc_op, ctx: live)(op, ctx)):
         assert [kind(g, w, dummies) for g, w in zip(settled, made, strict=True)] == [CONTRACT[mode]] * GROUPS
 
 
@@ -196,9 +196,9 @@ def test_a_gradient_that_is_nowhere_else_is_kept(dummies):
     (weight,) = made = weights(mode, single=True, overwrite=True)
     own = torch.ones_like(weight.data)
     ctx = SimpleNamespace(weight_requires_grad=True)
-    assert te_grouped_wgrad.settled_mlp(lambda fc_op, ctx: [own])(operation(mode, made), ctx) == [own]
+    assert te_grouped.settled_mlp(lambda fc_op, ctx: [own])(operation(mode, made), ctx) == [own]
     assert weight.grad_added_to_main_grad is False
-    (settled,) = te_grouped_wgrad.settled_mlp(lambda fc_op, ctx: [weight.main_grad])(operation(mode, made), ctx)
+    (settled,) = te_grouped.settled_mlp(lambda fc_op, ctx: [weight.main_grad])(operation(mode, made), ctx)
     assert kind(settled, weight, dummies) == "dummy"
 
 
@@ -248,7 +248,7 @@ def test_a_delayed_gradient_is_not_returned_before_it_is_there(monkeypatch, dela
 
     assert all(gradient is not None for gradient in gradients()[0])
     original = vars(module._GroupedLinear)["backward"]
-    module._GroupedLinear.backward = te_grouped_wgrad.nothing_when_delayed(original.__func__)
+    module._GroupedLinear.backward = te_grouped.nothing_when_delayed(original.__func__)
     of_weights, of_biases, dx = gradients()
     assert [gradient is None for gradient in of_weights] == [delayed and not fused] * len(made)
     assert all(torch.equal(gradient, torch.ones(2)) for gradient in of_biases)
@@ -266,7 +266,7 @@ def test_main_grad_itself_as_a_gradient_doubles_it(patched, factor):
             weight.main_grad += 3  # the product of this micro-batch
         return [weight.main_grad.view(SHAPE) for weight in made]
 
-    function = te_grouped_wgrad.settled_mlp(compute_grad_params) if patched else compute_grad_params
+    function = te_grouped.settled_mlp(compute_grad_params) if patched else compute_grad_params
 
     class Experts(torch.autograd.Function):
         @staticmethod

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 from tests.definitions.fp8_sum import fp8_product
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, Quantized
 from tp_invariant_recipes.machine.gpus import Gpu
-from tp_invariant_recipes.portable import conformance, definition, other_sums
+from tp_invariant_recipes.portable import conformance, definition
 from tp_invariant_recipes.portable.mode import MODE
 
 by_definition = conformance.by_definition
@@ -30,7 +30,7 @@ def with_bf16(product):
 
 
 of_24_bits = with_bf16(partial(tensor_core_cpu.product, kept=24))
-of_ampere = with_bf16(other_sums.ampere)  # which test_recorded_words.py compares with such cards
+of_ampere = with_bf16(definition.ampere)  # which test_recorded_words.py compares with such cards
 
 
 def other_fp8(a, b):

@@ -17,7 +17,7 @@ from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
-from tp_invariant_recipes.portable.ieee.sums import power_of_two
+from tp_invariant_recipes.portable.ieee.math import power_of_two
 from tp_invariant_recipes.portable.shared_source import SMALL
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -286,8 +286,8 @@ def test_threads_do_not_change_a_bit():
     "loop, source",
     (
         *((ieee_swiglu._forward_loop, f"portable/{name}.py") for name in ("shared_source", "ieee/math")),
-        *((ieee_swiglu._forward_loop, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_fma")),
-        *((tensor_core_cpu._add_bf16, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_fma")),
+        *((ieee_swiglu._forward_loop, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_loop")),
+        *((tensor_core_cpu._add_bf16, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_loop")),
     ),
 )
 def test_a_kept_loop_follows_all_sources(monkeypatch, loop, source):

@@ -13,11 +13,11 @@ from tests.definitions import elementwise
 from tests.definitions.elementwise import numpy_version
 from tests.definitions.tensor_core_sum import fma
 from tests.operands import EVERY_BF16, SPECIAL, any_bits
-from tp_invariant_recipes.kernels.cpu import numba_fma
+from tp_invariant_recipes.kernels.cpu import numba_loop
 from tp_invariant_recipes.portable import shared_source
 from tp_invariant_recipes.portable.ieee import math as ieee_math
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
-from tp_invariant_recipes.portable.ieee.sums import power_of_two
+from tp_invariant_recipes.portable.ieee.math import power_of_two
 from tp_invariant_recipes.portable.shared_source import numba_version
 
 NAN = 0x7FFFFFFF
@@ -161,7 +161,7 @@ def test_an_fma_rounds_once():
     @njit
     def loop(a, b, c, out):
         for i in range(a.size):
-            out[i] = numba_fma.fma(a[i], b[i], c[i])
+            out[i] = numba_loop.fma(a[i], b[i], c[i])
 
     result = np.empty_like(a)
     loop(a, b, c, result)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.machine.known_versions import KNOWN
+from tp_invariant_recipes.machine.versions import KNOWN
 
 ROOT = Path(__file__).parents[3]
 LOCKS = "\n".join(file.read_text() for file in (ROOT / "scripts" / "lock" / "x86_64").glob("*.txt"))

@@ -12,7 +12,7 @@ from tests.ledgers import record
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.report.curves import POINTS, curve, distances, recorded
+from tp_invariant_recipes.report.figures import POINTS, curve, distances, recorded
 
 NAN, NEGATIVE_NAN = "f32:7fc00000", "f32:ffc00000"
 

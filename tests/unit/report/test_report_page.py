@@ -22,9 +22,9 @@ from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.ledger.run_files import Attempt, RunFile
 from tp_invariant_recipes.machine import progress
-from tp_invariant_recipes.report import curves, page
-from tp_invariant_recipes.report.figures import Drawing, settings
-from tp_invariant_recipes.report.palette import COLOURS
+from tp_invariant_recipes.report import figures as curves
+from tp_invariant_recipes.report import page
+from tp_invariant_recipes.report.figures import COLOURS, Drawing, settings
 from tp_invariant_recipes.report.render import png, svg
 from tp_invariant_recipes.report.runs import gather
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.runs import index_cache
+from tp_invariant_recipes.runs import run_dir
 from tp_invariant_recipes.runs.checkpoints import MANIFEST
 
 BUILT = {"a-shuffle_index.npy": b"3120" * 100, "a-sample_index.npy": b"0123" * 200, "deep/er/b.jsonl.idx.npy": b"07"}
@@ -25,9 +25,9 @@ def build(cache: Path) -> None:
 @pytest.fixture
 def cache(tmp_path) -> Path:
     """A cache that an attempt has recorded."""
-    assert index_cache.remove_unrecorded(tmp_path / "index-cache") == []  # there is none yet
+    assert run_dir.remove_unrecorded(tmp_path / "index-cache") == []  # there is none yet
     build(tmp_path / "index-cache")
-    index_cache.record(tmp_path / "index-cache")
+    run_dir.record(tmp_path / "index-cache")
     return tmp_path / "index-cache"
 
 
@@ -44,24 +44,24 @@ DAMAGE = {"torn": lambda file: os.truncate(file, 7), "flipped": flip, "empty": l
 @pytest.mark.parametrize("name", BUILT)
 def test_a_damaged_file_is_removed_and_no_other(cache, damage, name):
     DAMAGE[damage](cache / name)
-    assert index_cache.remove_unrecorded(cache) == [name]
+    assert run_dir.remove_unrecorded(cache) == [name]
     build(cache)
-    index_cache.record(cache)
+    run_dir.record(cache)
     assert {name: (cache / name).read_bytes() for name in BUILT} == BUILT
 
 
 def test_what_a_killed_attempt_has_built_is_not_kept(cache):
     """It wrote no manifest, or not this file's name: of another length of the run, say."""
     (cache / "longer-shuffle_index.npy").write_bytes(b"half")
-    assert index_cache.remove_unrecorded(cache) == ["longer-shuffle_index.npy"]
+    assert run_dir.remove_unrecorded(cache) == ["longer-shuffle_index.npy"]
     (cache / MANIFEST).unlink()
-    assert sorted(index_cache.remove_unrecorded(cache)) == sorted(BUILT)
+    assert sorted(run_dir.remove_unrecorded(cache)) == sorted(BUILT)
 
 
 def test_a_sound_cache_stays(cache):
     before = (cache / MANIFEST).read_bytes()
-    assert index_cache.remove_unrecorded(cache) == []
-    index_cache.record(cache)
+    assert run_dir.remove_unrecorded(cache) == []
+    run_dir.record(cache)
     assert (cache / MANIFEST).read_bytes() == before
 
 
@@ -70,13 +70,13 @@ def test_a_file_that_is_rebuilt_with_other_contents_is_refused(cache):
     (cache / SHUFFLE).unlink()
     (cache / SHUFFLE).write_bytes(b"0123" * 100)
     with pytest.raises(RunError, match=rf"builds {SHUFFLE} with other contents than this run has trained with"):
-        index_cache.record(cache)
+        run_dir.record(cache)
 
 
 def test_files_of_earlier_lengths_stay_recorded(cache):
     (cache / SHUFFLE).unlink()
     (cache / "longer-shuffle_index.npy").write_bytes(b"31204")
-    index_cache.record(cache)
+    run_dir.record(cache)
     assert {SHUFFLE, "longer-shuffle_index.npy"} < json.loads((cache / MANIFEST).read_text())["files"].keys()
 
 
@@ -84,4 +84,4 @@ def test_files_of_earlier_lengths_stay_recorded(cache):
 def test_a_manifest_that_cannot_be_read_names_the_way_out(cache, text):
     (cache / MANIFEST).write_text(text)
     with pytest.raises(RunError, match=r"tpi-manifest\.json: .*; remove .*index-cache, and the next attempt builds it"):
-        index_cache.remove_unrecorded(cache)
+        run_dir.remove_unrecorded(cache)

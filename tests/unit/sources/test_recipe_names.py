@@ -4,7 +4,7 @@ import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.machine.known_versions import KNOWN
+from tp_invariant_recipes.machine.versions import KNOWN
 from tp_invariant_recipes.sources import recipe_source
 
 SMALL = "raise SystemExit('imported')\ndef small():\n    pass\ndef _own():\n    pass\n"

@@ -1,8 +1,9 @@
 """The limits of FP8 products under invariant numerics: which recipes, which models, and borders of shards.
 
 A block of numbers that share a scale has 128, so blockwise every part of a sum that a layout may cut is a multiple of
-128. With one scale a tensor it is one of 16, as cuBLAS takes it: numbers beyond the end of a sum are zeros
-(kernels/products/fp8_sum.py). A sum over tokens has a multiple of 128 of them with either. In MXFP8 each is one of 32.
+128. With one scale a tensor it is one of 16, as cuBLAS takes it: numbers beyond the end of a sum are
+zeros (kernels/products/fp8_tiles.py). A sum over tokens has a multiple of 128 of them with either. In MXFP8 each is one
+of 32.
 """
 
 import math
@@ -28,7 +29,7 @@ SIZES = (
     *families.DELTA_SIZES,
 )
 BLOCKWISE, MXFP8 = "blockwise", low_precision.MXFP8
-BLOCK = 128  # as of kernels/products/quantized.py, which imports torch
+BLOCK = 128  # as of kernels/products/quantize.py, which imports torch
 # Recipe -> of what each part of a sum over features, and over tokens, is a multiple; as of kernels/products/mxfp8.py
 # 32.
 UNITS = {"tensorwise": (low_precision.MULTIPLE, BLOCK), BLOCKWISE: (BLOCK, BLOCK), MXFP8: (32, 32)}

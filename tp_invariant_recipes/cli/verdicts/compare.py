@@ -31,8 +31,7 @@ def compare(
     tpi compare runs/a other-cluster.tpicert --json
     """
     from tp_invariant_recipes.compare.compare import UNREADABLE, compare_all
-    from tp_invariant_recipes.compare.comparison_json import error_report
-    from tp_invariant_recipes.compare.result import CompareResult
+    from tp_invariant_recipes.compare.result import CompareResult, error_report
     from tp_invariant_recipes.ledger.open import streamed
 
     try:

@@ -77,7 +77,7 @@ def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, reco
     """Print the result of each check; exit with the status of a comparison. recorded: the device is the recording."""
     from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
     from tp_invariant_recipes.machine.progress import busy
-    from tp_invariant_recipes.portable import other_sums
+    from tp_invariant_recipes.portable import definition
     from tp_invariant_recipes.portable.conformance import differences
 
     report: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, reco
         with busy(console, f"computing {len(recording.cases)} cases: {name}"):
             different = differences(recording, product)
         described = [difference.__dict__ for difference in different]
-        known = other_sums.name(recording, None if recorded else product) if different else None
+        known = definition.name(recording, None if recorded else product) if different else None
         report.append({"what": name, "cases": len(recording.cases), "different": described, "known_sum": known})
         if as_json:
             continue

@@ -10,8 +10,7 @@ from matplotlib.figure import FigureBase
 from tp_invariant_recipes.compare.deviation import KINDS, MARGIN, TensorDeviation
 from tp_invariant_recipes.features.audit.result import AuditResult, CampaignResult
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.report.figures import Drawing
-from tp_invariant_recipes.report.palette import LINES
+from tp_invariant_recipes.report.figures import LINES, Drawing
 from tp_invariant_recipes.report.render import html, svg
 
 _HEIGHT = 3.6  # inches

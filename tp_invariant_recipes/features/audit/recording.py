@@ -21,7 +21,7 @@ from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.features.audit.expert_choices import ExpertChoices
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE
 from tp_invariant_recipes.observe.digests.sums import dtype_name
 from tp_invariant_recipes.observe.dithering import Dither

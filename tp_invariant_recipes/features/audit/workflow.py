@@ -336,9 +336,9 @@ def _write_page(where: AuditDir, result: AuditResult) -> None:
     for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
         logging.getLogger(name).setLevel(logging.WARNING)
     from tp_invariant_recipes.features.audit import page as audit_page
-    from tp_invariant_recipes.report import files
+    from tp_invariant_recipes.report import render
 
-    files.write(where.page, audit_page.page(result).encode())
+    render.write(where.page, audit_page.page(result).encode())
 
 
 # --- Planning ---

@@ -8,7 +8,7 @@ from typing import Any, override
 from rich.text import Text
 
 from tp_invariant_recipes.compare.compare import Comparison
-from tp_invariant_recipes.compare.comparison_json import comparison_json
+from tp_invariant_recipes.compare.result import comparison_json
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.features.check import Refereed
 from tp_invariant_recipes.result import Result

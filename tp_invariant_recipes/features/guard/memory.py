@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.features.guard.judge import Judge, WrongBits
 from tp_invariant_recipes.kernels.digest import Lanes
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 

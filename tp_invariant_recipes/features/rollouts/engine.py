@@ -23,8 +23,8 @@ from tp_invariant_recipes.machine import memory
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.observe.union import gathered
 from tp_invariant_recipes.portable.ieee.draw import request_key
+from tp_invariant_recipes.portable.ieee.math import power_of_two
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
-from tp_invariant_recipes.portable.ieee.sums import power_of_two
 from tp_invariant_recipes.portable.layers import PortableDotProductAttention
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase

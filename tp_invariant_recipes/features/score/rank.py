@@ -149,7 +149,7 @@ class Forward:
         return self.head(hidden, targets[:, held], places), None
 
     def _held(self, length: int) -> Tensor:
-        from tp_invariant_recipes.numerics.sums.context_shards import positions
+        from tp_invariant_recipes.numerics.sums.data_shards import positions
 
         ranks, rank = self.state.get_context_parallel_world_size(), self.state.get_context_parallel_rank()
         return positions(length, self.shards, ranks, rank) if self.shards > 1 else torch.arange(length)

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.compare.compare import Comparison, Verdict
-from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.explanation import run_name
+from tp_invariant_recipes.compare.result import report
 from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, stock_remark, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.foreign_text import single_line

@@ -6,7 +6,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
+
+
+@intrinsic
+def fma(typing_context: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of fp32 numbers, rounded once: by the processor or, where it cannot, the C library."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), code
+
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
 

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts, threads
-from tp_invariant_recipes.kernels.cpu.numba_fma import fma
-from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
+from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop, fma
 from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, SQUARE, split, step, transpose
 from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT_BITS, LEAST_TOP, NAN, STEP
 
@@ -54,7 +53,7 @@ def product(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS, onto: Tensor | None 
     """Compute a @ b as a tensor core sums it, on the rank's processors.
 
     a, b:    [m, k] and [k, n] bf16, or both fp32, on the CPU, with any strides.
-    kept:    of bf16; another number is the sum of another architecture (portable/other_sums.py).
+    kept:    of bf16; another number is the sum of another architecture (portable/definition.py).
     onto:    [m, n] fp32, to which the product is added.
     returns: [m, n] fp32, or `onto`; `rounded` makes the bf16 output of it.
     raises TypeError: other dtypes.

@@ -1,4 +1,4 @@
-"""The products of kernels/products/fp8_sum.py in Triton, by one fixed tile: of two matrices, and of experts' rows.
+"""The products of kernels/products/fp8_tiles.py in Triton, by one fixed tile: of two matrices, and of experts' rows.
 
 As in kernels/products/fixed_tile_product.py a program computes one tile of `out`, always with the same instructions
 over k in order, so a row's and a column's bits depend on nothing beside them. On Hopper `tl.dot` is four instructions
@@ -19,9 +19,29 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.products.fp8_sum import kind
 from tp_invariant_recipes.kernels.products.grouped_product import Groups, all_aligned, offsets_of, on_device
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
+
+STEP = 32  # products added at once
+KEPT_BITS = 13  # bits kept below the largest exponent, and below the leading one of an accumulator
+PROMOTED = 128  # products of an accumulator, before it enters `main`
+LEAST = {E4M3: -6, E5M2: -14}  # exponent of the smallest normal number, and of subnormal ones
+
+
+def kind(a: Quantized, b: Quantized) -> str:
+    """Return the blocks of b, which name the products: "tensor", "1x128" or "128x128".
+
+    raises TypeError: scales or types that no product is defined for; ValueError: k differs.
+    """
+    pair = a.blocks, b.blocks
+    if pair not in (("tensor", "tensor"), ("1x128", "1x128"), ("1x128", "128x128")):
+        raise TypeError(f"FP8 scales of {pair[0]} by {pair[1]}; tensor by tensor, 1x128 by 1x128, 1x128 by 128x128")
+    if a.data.dtype == b.data.dtype == E5M2:
+        raise TypeError("a product of e5m2 and e5m2, which Hopper's libraries do not compute; one must be e4m3")
+    if a.data.shape[1] != b.data.shape[1]:
+        raise ValueError(f"a product of {[*a.data.shape]} and {[*b.data.shape]}^T")
+    return b.blocks
+
 
 UNFUSED = {"enable_fp_fusion": False}
 TILE, WARPS, STAGES = 128, 8, 3  # rows and columns of a tile; a step of k is BLOCK
@@ -30,7 +50,7 @@ KINDS = {"tensor": 0, "1x128": 1, "128x128": 2}  # b's blocks -> KIND of the ker
 
 
 def product(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
-    """out = a @ b^T, or out += it; any operands of kernels/products/fp8_sum.py.
+    """out = a @ b^T, or out += it; any operands of kernels/products/fp8_tiles.py.
 
     a, b: [m, k] and [n, k] on a GPU; out: [m, n] fp32 or bf16, any strides.
     """

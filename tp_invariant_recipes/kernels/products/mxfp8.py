@@ -13,7 +13,7 @@ Why bf16 is enough: a number of e4m3 has 4 significant bits and one of e5m2 has 
 number, 2^-133, cannot come from bf16. What rounds to 2^128 (x ≥ 2^128 - 2^123 in e4m3) is infinite in bf16.
 
 Blocks lie along k for sums over k, and along rows for sums over rows. The Triton kernel reads a matrix once for both,
-and has the bits of tests/definitions/mxfp8.py, as kernels/cpu/mxfp8_cpu.py does on a CPU.
+and has the bits of tests/definitions/mxfp8.py, as kernels/cpu/fp8_cpu.py does on a CPU.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.kernels.products.grouped_product import Groups, all_aligned, offsets_of
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 
 BLOCK = 32
 WIDTH = 128  # of k, of a program of the kernel
@@ -82,15 +82,15 @@ def _check(x: Tensor, rows: bool) -> None:
 
 
 def _by_numba(x: Tensor, out: Pair, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None) -> None:
-    from tp_invariant_recipes.kernels.cpu import mxfp8_cpu  # loads numba
+    from tp_invariant_recipes.kernels.cpu import fp8_cpu  # loads numba
 
     bits, *into = (tensor.detach().view(torch.int16).numpy() for tensor in (x, *out))
     if rows:
-        mxfp8_cpu.round_rows(bits, into[0], TYPES[dtype])
+        fp8_cpu.round_rows(bits, into[0], TYPES[dtype])
     if columns:
         ends = [len(x)] if groups is None else [*accumulate(groups.sizes)]
         borders = [(at, min(at + BLOCK, end)) for start, end in pairwise([0, *ends]) for at in range(start, end, BLOCK)]
-        mxfp8_cpu.round_columns(bits, into[1], TYPES[dtype], np.array(borders))
+        fp8_cpu.round_columns(bits, into[1], TYPES[dtype], np.array(borders))
 
 
 def _by_triton(x: Tensor, out: Pair, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None) -> None:

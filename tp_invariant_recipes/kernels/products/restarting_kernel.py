@@ -117,7 +117,7 @@ def _fp8_piece(
     total, count, a_steps, b_steps, full, free, scales, rows, block,
     HALF: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """As `_piece`, by kernels/products/fp8_sum.py: a step's accumulator begins with zeros and is added to `total`.
+    """As `_piece`, by kernels/products/fp8_tiles.py: a step's accumulator begins with zeros and is added to `total`.
 
     scales: where those of the rows of a [ROWS, 1] and of b's tile begin, and from one block of k to the next; or of the
             tensors. rows: which exist; block: of k, the first.

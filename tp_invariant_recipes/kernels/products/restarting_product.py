@@ -28,9 +28,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tp_invariant_recipes.kernels.products import fp8_tiles
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.kernels.products.fp8_sum import kind
-from tp_invariant_recipes.kernels.products.fp8_tiles import UNFUSED
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.fp8_tiles import UNFUSED, kind
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2, Quantized
 from tp_invariant_recipes.kernels.products.restarting_kernel import OF_BLOCKS, OF_TENSORS, UNSCALED, _restarting_product
 
 SEGMENTS = (1, 2)  # of three, the sum in order would not be the tree

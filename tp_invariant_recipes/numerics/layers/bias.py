@@ -8,9 +8,8 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
-from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
+from tp_invariant_recipes.numerics.sums.weight_gradient import reduce_weight_gradient, weight_gradient
 
 
 def column_bias(y: Tensor, bias: Tensor, contexts: int = 1) -> Tensor:

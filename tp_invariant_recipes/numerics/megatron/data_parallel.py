@@ -1,6 +1,6 @@
 """Megatron's DistributedDataParallel with one order of additions for every number of data-parallel ranks.
 
-A step's gradient is a tree over C context shards (numerics/sums/context_shards.py), and each of these a tree over D
+A step's gradient is a tree over C context shards (numerics/sums/data_shards.py), and each of these a tree over D
 data shards (numerics/sums/data_shards.py). cp and dp decide only which rank computes which shards: a rank adds up its
 own, and the ranks' sums are added by the same tree (numerics/sums/bucket_reduction.py). Of experts it is a tree over X
 groups, which have other buffers (numerics/sums/expert_groups.py).
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.layers import embedding
-from tp_invariant_recipes.numerics.layers.formats import fp8_weights
-from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, partial_gradient
+from tp_invariant_recipes.numerics.layers.formats import fp8
+from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, weight_gradient
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
 from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
@@ -151,7 +151,7 @@ def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
                         counter.end_micro_batch()
             return result
         except BaseException:
-            partial_gradient.forget()
+            weight_gradient.forget()
             raise
         finally:
             _touched.clear()
@@ -164,7 +164,7 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the product
     has the same rounding for every dp, also where a gradient is subnormal. The ranks of a context-parallel group share
-    sequences, and their tokens were counted together (numerics/megatron/attention/context_parallel.py).
+    sequences, and their tokens were counted together (numerics/megatron/attention/core_attention.py).
     """
 
     def forward_step_calc_loss(
@@ -203,7 +203,7 @@ def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
             return
         if self.grad_reduce_handle is not None:
             raise RuntimeError("a bucket is being reduced already")
-        partial_gradient.finish_all()
+        weight_gradient.finish_all()
         if not self.ddp_config.overlap_grad_reduce:
             _reduce(self, force_all_reduce)
             return
@@ -316,7 +316,7 @@ def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
 
     def zero_grad_buffer(self: Any) -> None:
         original(self)
-        fp8_weights.changed()
+        fp8.changed()
         for data in (data for buffer in _buffers(self) for data in buffer.context_data):
             data.zero_()
 

@@ -12,6 +12,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
+from tp_invariant_recipes.kernels import swiglu as kernel
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.layers import cross_entropy
 from tp_invariant_recipes.numerics.layers.embedding import lookup
 from tp_invariant_recipes.numerics.megatron.attention.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.megatron.base import (
@@ -20,7 +23,54 @@ from tp_invariant_recipes.numerics.megatron.base import (
     NormForward,
     RowForward,
 )
-from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
+from tp_invariant_recipes.numerics.sums.data_shards import of_a_rank
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+
+def cross_entropy_of_mode(original: Any, virtual_shards: int, name: str) -> Callable[..., Tensor]:
+    """Return a replacement for Megatron's vocab_parallel_cross_entropy. name: of the mode."""
+
+    def loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
+        if label_smoothing:
+            raise NotImplementedError("label smoothing has no invariant version")
+        mesh = VirtualMesh.from_group(virtual_shards, tp_group)
+        return cross_entropy.vocab_parallel_cross_entropy(logits, target, mesh, kernels)
+
+    kernels = mode.named_mode(name).cross_entropy()
+    return loss
+
+
+def compile_nothing(*_: Any) -> None:
+    """Replace Bridge's `set_jit_fusion_options`, which compiles forms with biases and dropout by calling them."""
+
+
+def residual_add(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace `bias_dropout_add_fused_train`: without a bias and dropout it is one addition."""
+
+    def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        x, bias = x_with_bias
+        if bias is None and not prob and x.dtype == residual.dtype:
+            return residual + x
+        return original(x_with_bias, residual, prob)
+
+    return add
+
+
+def swiglu(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Replace `swiglu`: [rows, 2f] → [rows, f]."""
+    return lambda x: kernel.swiglu(x) if _taken(x) else original(x)
+
+
+def swiglu_back(original: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Replace `swiglu_back`: gradient [rows, f] and input [rows, 2f] → the input's gradient."""
+    return lambda dy, x: kernel.swiglu_backward(dy, x) if _taken(dy, x) else original(dy, x)
+
+
+def _taken(*operands: Tensor) -> bool:
+    """Whether the kernel takes them, outside other functions that are compiled."""
+    return not torch.compiler.is_compiling() and all(
+        x.is_cuda and x.dim() == 2 and x.is_contiguous() and x.dtype == operands[0].dtype for x in operands
+    )
 
 
 class InvariantColumnParallelLinear(ColumnForward, ColumnParallelLinear):

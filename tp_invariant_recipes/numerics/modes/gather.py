@@ -27,7 +27,7 @@ class Gather(Tree):
 
     def operands(self) -> "Plain":
         """Whole operands on every rank."""
-        from tp_invariant_recipes.numerics.layers.formats.gathered import GATHERED
+        from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
 
         return GATHERED
 

@@ -20,7 +20,7 @@ from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.products import cublas, fp8_cublas, sampling
 from tp_invariant_recipes.numerics.products.defined import by_fixed_tiles
 from tp_invariant_recipes.numerics.products.operands import every_part
-from tp_invariant_recipes.numerics.sums.context_shards import each_context
+from tp_invariant_recipes.numerics.sums.data_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 TRITON = ("3.6.",)  # versions whose Gluon, which Triton calls experimental, is known to compile the kernel

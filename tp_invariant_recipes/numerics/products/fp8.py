@@ -1,4 +1,4 @@
-"""Products of FP8 matrices, `fp8 tiles 1` (kernels/products/fp8_sum.py), by whatever computes them on a device.
+"""Products of FP8 matrices, `fp8 tiles 1` (kernels/products/fp8_tiles.py), by whatever computes them on a device.
 
 A row's and a column's bits do not depend on how many lie beside it, so shards of rows and columns may share a call. A
 shard of k is a product of its own, and a multiple of 128: `along_k` cuts it, `nodes` adds in tree order: in one launch
@@ -11,9 +11,9 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.products.fp8_sum import kind
+from tp_invariant_recipes.kernels.products.fp8_tiles import kind
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, Quantized
 from tp_invariant_recipes.numerics.products import contraction, cublas, fp8_cublas
 from tp_invariant_recipes.numerics.products.contraction import Segments
 from tp_invariant_recipes.numerics.products.operands import every_part

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, Quantized
 from tp_invariant_recipes.numerics.products import cublas
-from tp_invariant_recipes.numerics.products.fp8_probe import DRAWS
 from tp_invariant_recipes.numerics.products.operands import like
+from tp_invariant_recipes.numerics.products.probe import DRAWS
 
 TRIALS = 2  # of each draw
 # Also what Transformer Engine says where cuBLAS has no algorithm.

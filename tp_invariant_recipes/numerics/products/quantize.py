@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.products import quantize
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.machine.versions import installed
 
 SIDES = 16  # Transformer Engine's layers quantize matrices with sides in such steps

@@ -9,7 +9,7 @@ first. A buffer goes in pieces, so that memory does not grow with it:
 
 While a piece is added, the next one is on its way. A ring's reduce-scatter moves the same bytes.
 
-With context shards (numerics/sums/context_shards.py) a rank has n partials, one for each of its shards. The tree adds
+With context shards (numerics/sums/data_shards.py) a rank has n partials, one for each of its shards. The tree adds
 each shard over the data-parallel ranks, then the shards:
 
     cp=2, dp=2, n=1    ranks are (dp 0, cp 0), (dp 0, cp 1), (dp 1, cp 0), (dp 1, cp 1): (a + c) + (b + d)

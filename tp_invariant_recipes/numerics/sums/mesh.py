@@ -12,7 +12,7 @@ class VirtualMesh:
     shards: V, a power of two. size: t, a divisor of V. rank: this rank's place in 0..t-1.
     group:  the ranks' torch.distributed process group; None when t is 1.
     contexts: C/cp, the context shards whose tokens the ranks hold, one after the other
-              (numerics/sums/context_shards.py).
+              (numerics/sums/data_shards.py).
     graphs:   whether launches become part of CUDA graphs, so that they cost the host nothing later.
     """
 

@@ -1,6 +1,6 @@
 """Values of a step that are logged (loss, token counts, router statistics): summed by the tree that sums gradients.
 
-Each micro-batch has a value, or one for each context shard (numerics/sums/context_shards.py) or for each sequence of a
+Each micro-batch has a value, or one for each context shard (numerics/sums/data_shards.py) or for each sequence of a
 packed row (numerics/megatron/attention/packed.py). A data shard is the sum
 of its micro-batches' values in order; the D shards are a tree, and a data-parallel rank has D/dp consecutive ones. With
 context shards each has such a tree, and their sums are a tree over C.

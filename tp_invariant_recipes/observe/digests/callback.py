@@ -36,7 +36,7 @@ from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import COPIED, WITH_MAGNITUDE
-from tp_invariant_recipes.kernels.tensor_part import TensorPart
+from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger import digests
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.numerics.sums import grad_norm

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import LANES
-from tp_invariant_recipes.kernels.tensor_part import TablePlace
+from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.ledger.schema import COPIES
 from tp_invariant_recipes.observe.digests.sums import Sums
 from tp_invariant_recipes.observe.union import Diverged, by_value, gathered, summed

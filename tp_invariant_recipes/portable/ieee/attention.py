@@ -31,8 +31,7 @@ from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows
 from tp_invariant_recipes.kernels.products.tensor_core_sum import STEP
 from tp_invariant_recipes.portable.ieee.attention_triton import LANES, backward_triton, exponential, forward_triton
-from tp_invariant_recipes.portable.ieee.math import bf16_bits, fp32_of_bf16
-from tp_invariant_recipes.portable.ieee.sums import numba_fold, numba_fold_rows
+from tp_invariant_recipes.portable.ieee.math import bf16_bits, fp32_of_bf16, numba_fold, numba_fold_rows
 from tp_invariant_recipes.portable.shared_source import as_array, by_rows, numba_version
 
 LOG2_E = math.log2(math.e)

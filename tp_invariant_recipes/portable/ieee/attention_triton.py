@@ -23,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO, exp2, fp32_of_bf16
-from tp_invariant_recipes.portable.ieee.sums import fold_columns, power_of_two
+from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO, exp2, fold_columns, fp32_of_bf16, power_of_two
 from tp_invariant_recipes.portable.shared_source import INTERPRETED, UNFUSED, elementwise, fma
 
 LANES = 64  # of the sum of exponentials, and the keys of a tile of the forward pass; part of the definition

@@ -22,8 +22,7 @@ from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, forward_loop
 from tp_invariant_recipes.portable.ieee.attention_triton import LANES, LEAST, Tiles, _products, exponential
-from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO
-from tp_invariant_recipes.portable.ieee.sums import fold_columns, power_of_two
+from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO, fold_columns, power_of_two
 from tp_invariant_recipes.portable.shared_source import SMALL, UNFUSED, as_array
 
 # Scores of a tile: of a span of one row, as in decoding, and of longer ones. None of it changes a bit.

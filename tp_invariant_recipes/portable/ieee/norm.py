@@ -23,9 +23,15 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.folding_sum import leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.portable.ieee.math import rsqrt
+from tp_invariant_recipes.portable.ieee.math import (
+    fold_columns,
+    fold_rows,
+    numba_fold,
+    numba_fold_rows,
+    power_of_two,
+    rsqrt,
+)
 from tp_invariant_recipes.portable.ieee.storage import load_fp32, store_rounded, stored, widened
-from tp_invariant_recipes.portable.ieee.sums import fold_columns, fold_rows, numba_fold, numba_fold_rows, power_of_two
 from tp_invariant_recipes.portable.shared_source import (
     UNFUSED,
     as_array,

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.portable.ieee.math import ZERO, exp
+from tp_invariant_recipes.portable.ieee.math import ZERO, exp, fold_columns, numba_fold, power_of_two
 from tp_invariant_recipes.portable.ieee.storage import load_fp32, store_rounded, stored, widened
-from tp_invariant_recipes.portable.ieee.sums import fold_columns, numba_fold, power_of_two
 from tp_invariant_recipes.portable.shared_source import UNFUSED, as_stored, elementwise, fill, numba_version
 
 

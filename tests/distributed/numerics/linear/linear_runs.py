@@ -8,12 +8,12 @@ from torch import Tensor
 
 from tests.distributed.ranks import joined, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.products.quantized import E5M2
+from tp_invariant_recipes.kernels.products.quantize import E5M2
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.formats import plain
 from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
-from tp_invariant_recipes.numerics.layers.formats.gathered import GATHERED
 from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
+from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
 from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 

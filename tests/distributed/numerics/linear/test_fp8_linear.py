@@ -21,9 +21,9 @@ from tests.distributed.numerics.linear.linear_runs import (
 from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products import quantize as definition
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 from tp_invariant_recipes.numerics.layers.formats import fp8 as fp8_format
-from tp_invariant_recipes.numerics.layers.formats import fp8_weights
+from tp_invariant_recipes.numerics.layers.formats import fp8 as fp8_weights
 from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
 from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.megatron.data_parallel import zeroing_contexts

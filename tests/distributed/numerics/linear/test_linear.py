@@ -20,7 +20,7 @@ from tests.distributed.numerics.linear.linear_runs import (
 from tests.distributed.ranks import on_ranks, sliced
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics.layers.formats.gathered import GATHERED
+from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
 from tp_invariant_recipes.numerics.layers.linear import linear
 
 LAYERS = (Layer(True, segments=2), Layer(False))

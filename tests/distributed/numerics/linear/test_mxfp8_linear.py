@@ -19,7 +19,7 @@ from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 from tp_invariant_recipes.numerics.layers.experts import experts
 from tp_invariant_recipes.numerics.layers.experts.experts import grouped_linear
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches

@@ -5,7 +5,7 @@ import torch
 
 from tests.distributed.ranks import on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.layers.linear import linear, norm_linear
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, rms_norm
 
 EPS, SHARDS, S, B, K, N = 1e-6, 8, 16, 2, 64, 48
@@ -14,7 +14,7 @@ WANTED = ((True, True, True), (True, False, False), (False, True, False), (False
 
 def in_single_call(x, gain, weight, mesh, segments, slices, shards_of):
     layer = linear.Column(mesh, segments, slices and mesh.size > 1)
-    return norm_linear.norm_column_parallel(x, gain, weight, EPS, Norm(mesh, shards_of), layer)
+    return linear.norm_column_parallel(x, gain, weight, EPS, Norm(mesh, shards_of), layer)
 
 
 def separate(x, gain, weight, mesh, segments, slices, shards_of):

@@ -9,8 +9,8 @@ from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, Header, identity_differences
-from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
-from tp_invariant_recipes.numerics.sums import context_shards
+from tp_invariant_recipes.numerics.layers.attention import HeadExchange
+from tp_invariant_recipes.numerics.sums import data_shards
 from tp_invariant_recipes.observe.placement import Site
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.memory import GRADIENTS
@@ -63,13 +63,13 @@ def _zigzag(length, ranks, rank):
 @pytest.mark.parametrize("cp", (1, 2, 4))
 def test_at_c_equal_to_cp_the_cut_is_megatrons(cp):
     for rank in range(cp):
-        assert torch.equal(context_shards.positions(32, cp, cp, rank), _zigzag(32, cp, rank))
+        assert torch.equal(data_shards.positions(32, cp, cp, rank), _zigzag(32, cp, rank))
 
 
 @pytest.mark.parametrize("cp", (1, 2, 4))
 def test_a_rank_holds_consecutive_shards(cp):
     whole = torch.cat([_zigzag(32, 4, shard) for shard in range(4)])
-    assert torch.equal(torch.cat([context_shards.positions(32, 4, cp, rank) for rank in range(cp)]), whole)
+    assert torch.equal(torch.cat([data_shards.positions(32, 4, cp, rank) for rank in range(cp)]), whole)
     assert whole.sort().values.tolist() == list(range(32))
 
 
@@ -78,16 +78,16 @@ def test_a_trace_places_them_so(cp):
     for rank in range(cp):
         parts = Site(None, 32, 1, 1, cp=cp, cp_rank=rank, context_shards=4).positions(split=False)
         results = [position for first, count in parts for position in range(first, first + count)]
-        assert results == context_shards.positions(32, 4, cp, rank).tolist()
+        assert results == data_shards.positions(32, 4, cp, rank).tolist()
 
 
 def test_a_sequence_that_chunks_do_not_divide_is_an_error():
     with pytest.raises(ValueError, match="4 context shards of two chunks each do not divide 36 positions"):
-        context_shards.positions(36, 4)
+        data_shards.positions(36, 4)
 
 
 def test_one_rank_puts_the_tokens_in_order_for_attention_and_back():
-    held = context_shards.positions(16, 2)
+    held = data_shards.positions(16, 2)
     x = held.float().view(16, 1, 1, 1).expand(16, 1, 4, 2).clone().requires_grad_()
     exchange = HeadExchange(2)
     in_order = exchange.to_heads(x)

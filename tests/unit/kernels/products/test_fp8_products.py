@@ -13,9 +13,9 @@ from tests.operands import same_bits
 from tests.unit.kernels.products import test_fp8_sum
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import rounded
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8, fp8_cublas
-from tp_invariant_recipes.numerics.products.fp8_probe import DRAWS, within
+from tp_invariant_recipes.numerics.products.probe import DRAWS, within
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 

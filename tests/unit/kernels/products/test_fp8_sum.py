@@ -13,7 +13,7 @@ from tests.fp8_operands import KINDS, TYPES, numbers, operands
 from tests.fp8_recorded import BLOCKS, CASES, SPLIT, bits, recorded, same_as_recorded
 from tests.operands import same_bits, threads
 from tp_invariant_recipes.kernels.cpu import fp8_cpu
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8
 
 

@@ -9,10 +9,10 @@ import torch
 
 from tests.definitions import mxfp8 as definition
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.cpu import mxfp8_cpu
+from tp_invariant_recipes.kernels.cpu import fp8_cpu
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 
 TYPES = (E4M3, E5M2)
 EVERY_CODE = torch.arange(256).to(torch.uint8)
@@ -75,7 +75,7 @@ def test_rounding_is_that_of_rational_numbers(kind, dtype):
 @pytest.mark.parametrize("kind", ("wide", "small", "large", "bits", "ends"))
 def test_a_cpu_has_the_bits_of_the_definition(monkeypatch, kind, dtype, sizes):
     """In parts, too."""
-    monkeypatch.setattr(mxfp8_cpu, "SMALL", 0)
+    monkeypatch.setattr(fp8_cpu, "SMALL", 0)
     groups = sizes and Groups(sizes, torch.tensor(sizes))
     x = operand(kind, rows=75 if groups else 64, k=160)
     expected = torch.empty_like(x), torch.empty_like(x)

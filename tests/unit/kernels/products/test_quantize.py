@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tp_invariant_recipes.kernels.products import quantize
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 
 DTYPES = (E4M3, E5M2)
 

@@ -8,8 +8,8 @@ import torch
 
 from tests.definitions import fp8_sum, tensor_core_sum
 from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2, Quantized
-from tp_invariant_recipes.portable import other_sums
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2, Quantized
+from tp_invariant_recipes.portable import definition
 
 WORDS = np.load(Path(__file__).parents[3] / "data" / "words_of_seven_cards.npz")
 HOPPER, RECORDED, AMPERE = ("H100", "H200"), ("B200", "H100", "H200"), ("A100", "A2", "Ada", "L40S")
@@ -80,7 +80,7 @@ def test_ampere_and_ada_keep_24_bits(card):
     assert a.shape[1] == 8
     assert (defined(a, b, c, 24, 8) == d).all()
     assert (exactly(a, b, c, 24) == d).all()
-    assert (each(other_sums.ampere, *behind(a, b, c)) == d).all()
+    assert (each(definition.ampere, *behind(a, b, c)) == d).all()
     assert (defined(a, b, c, 25, 8) != d).sum() >= 50
     assert (each(tensor_core_cpu.product, *behind(a, b, c)) != d).sum() >= 50
     assert (defined(a, b, c, 24, 4) != d).sum() >= 50

@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tp_invariant_recipes.kernels.products import restarting_kernel
 from tp_invariant_recipes.kernels.products import restarting_product as kernel
 from tp_invariant_recipes.kernels.products.fp8_tiles import UNFUSED
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 
 ARITHMETIC = re.compile(r"(wgmma\.mma_async|(?:fma|mul|add|sub)\S*(?=\.f32))")
 NUMBERS = kernel.TILE * kernel.TILE // (32 * kernel.WARPS)  # of both halves of a tile that a thread of each holds

@@ -16,7 +16,7 @@ from tests.definitions import fp8_sum
 from tests.definitions.tensor_core_sum import STEP, bf16_product
 from tests.operands import EVERY_BF16, KINDS, sample
 from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
 
 # The class of each model, the architecture, the instruction and its m and n.
 MODELS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.megatron import fused
+from tp_invariant_recipes.numerics.megatron import local
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # What is not one addition.
@@ -18,7 +18,7 @@ def test_without_bias_and_dropout_it_is_one_addition():
 
     x, residual = torch.randn(5, 1, 64).to(BF16).requires_grad_(), torch.randn(5, 1, 64).to(BF16).requires_grad_()
     original = Mock()
-    total = fused.residual_add(original)((x, None), residual, 0.0)
+    total = local.residual_add(original)((x, None), residual, 0.0)
     assert same_bits(total, bias_dropout_add_unfused(True)((x, None), residual, 0.0))
     gradient = torch.randn(5, 1, 64).to(BF16)
     assert all(same_bits(part, gradient) for part in torch.autograd.grad(total, (x, residual), gradient))
@@ -30,11 +30,11 @@ def test_else_it_is_the_original(case):
     dtype, biased, prob = OTHERS[case]
     x, residual, original = torch.ones(4, dtype=BF16), torch.ones(4, dtype=dtype), Mock()
     with_bias = (x, x if biased else None)
-    assert fused.residual_add(original)(with_bias, residual, prob) is original.return_value
+    assert local.residual_add(original)(with_bias, residual, prob) is original.return_value
     original.assert_called_once_with(with_bias, residual, prob)
 
 
-@pytest.mark.parametrize("replace, count", ((fused.swiglu, 1), (fused.swiglu_back, 2)))
+@pytest.mark.parametrize("replace, count", ((local.swiglu, 1), (local.swiglu_back, 2)))
 def test_a_cpu_has_megatrons_swiglu(replace, count):
     original, operands = Mock(), [torch.ones(2, 4)] * count
     assert replace(original)(*operands) is original.return_value
@@ -52,6 +52,6 @@ def test_a_cpu_has_megatrons_swiglu(replace, count):
     ids=("rows", "three dimensions", "gaps", "another dtype"),
 )
 def test_which_operands_the_kernel_takes(monkeypatch, operands, taken):
-    assert fused._taken(*operands) is taken
+    assert local._taken(*operands) is taken
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not fused._taken(*operands)
+    assert not local._taken(*operands)

@@ -15,7 +15,7 @@ from tests.operands import same_bits
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.products import restarting_product as kernel
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2, Quantized
 from tp_invariant_recipes.kernels.products.restarting_product import Cut
 from tp_invariant_recipes.numerics.products import contraction, cublas, fp8
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

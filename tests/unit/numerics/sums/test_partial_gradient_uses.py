@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from tp_invariant_recipes.numerics.sums import partial_gradient
+from tp_invariant_recipes.numerics.sums import weight_gradient
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
 def _waiting(weight, value, leaves):
     values = torch.zeros(2, leaves, 3)
     values[0, 0] = value
-    return partial_gradient._Waiting(weight, values, VirtualMesh(2, 1, 0), True, False)
+    return weight_gradient._Waiting(weight, values, VirtualMesh(2, 1, 0), True, False)
 
 
 def _summed(*uses):
     weight = torch.nn.Parameter(torch.zeros(3))
     weight.main_grad = torch.zeros(3)
-    partial_gradient._waiting[7] = [_waiting(weight, *use) for use in uses]
-    partial_gradient._finish(7)
+    weight_gradient._waiting[7] = [_waiting(weight, *use) for use in uses]
+    weight_gradient._finish(7)
     return weight.main_grad.tolist()
 
 
@@ -48,10 +48,10 @@ def test_what_a_failed_pass_has_left_is_added_to_no_other():
     weight.main_grad = torch.zeros(3)
 
     def failing():
-        partial_gradient._waiting[7] = [_waiting(weight, 1.0, 1)]
+        weight_gradient._waiting[7] = [_waiting(weight, 1.0, 1)]
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         ending_a_micro_batch(failing)()
-    partial_gradient.finish_all()
+    weight_gradient.finish_all()
     assert not weight.main_grad.any()

@@ -13,7 +13,7 @@ from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
+from tp_invariant_recipes.numerics.sums.weight_gradient import reduce_weight_gradient
 
 
 def token_gate(out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:

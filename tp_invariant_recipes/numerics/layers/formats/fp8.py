@@ -4,8 +4,9 @@
     input gradient   dy (e5m2, or e4m3) @ weight
     weight gradient  dy^T @ x, over the tokens of a context shard
 
-Each shard of a summed dimension is a product by the definition of kernels/products/fp8_sum.py, a multiple of 128 long,
-so accumulators are promoted at the same places for every t. Scales are those of a tensor, whoever holds its parts:
+Each shard of a summed dimension is a product by the definition of kernels/products/fp8_tiles.py, a multiple of 128
+long, so accumulators are promoted at the same places for every t. Scales are those of a tensor,
+whoever holds its parts:
 
     tensorwise  a maximum over the ranks that share the sequence, of a weight over those that share it
     blockwise   of 128 numbers along what is summed; no border of a shard cuts them
@@ -19,7 +20,7 @@ tensorwise each batch has a scale of its own, and blockwise its tokens are fille
 which add nothing. An expert's weights lie whole with its owner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -27,14 +28,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantize import of_groups
-from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
-from tp_invariant_recipes.numerics.layers.formats import fp8_weights
-from tp_invariant_recipes.numerics.layers.formats.fp8_weights import Fp8Weight
+from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized, of_groups
 from tp_invariant_recipes.numerics.layers.formats.plain import Reduced, require_single_sequence, sizes_of
 from tp_invariant_recipes.numerics.precision import Fp8Layers
-from tp_invariant_recipes.numerics.products import fp8, quantize
+from tp_invariant_recipes.numerics.products import cublas, fp8, quantize
 from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import Moving, all_gather, start_all_gather, start_reduce_scatter
@@ -42,6 +41,62 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+
+ATTRIBUTE = "fp8"  # attribute of a weight
+
+_steps = [0]  # a count of `changed`
+
+
+def changed() -> None:
+    """Weights may have changed."""
+    _steps[0] += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weight:
+    """rows: [n, k]; columns: [k, n], the same numbers; Quantized.
+
+    step: the step these weights belong to; None: every replay of a graph reads them.
+    requantize: quantizes a weight into the memory of both; in_memory: the step whose numbers it holds now.
+    """
+
+    rows: Any
+    columns: Any
+    requantize: Callable[[Tensor], object]
+    step: int | None
+    in_memory: list[int | None]
+
+    def of_backward(self) -> Any:
+        """`columns`. Raises RuntimeError if a forward pass of another step came between."""
+        now = self.in_memory[0]
+        if now != self.step and None not in (now, self.step):
+            raise RuntimeError(
+                f"a weight {[*self.rows.data.shape]} was quantized again before a backward pass of the step before"
+            )
+        return self.columns
+
+
+@outside_modes
+def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
+    """Return a weight for a forward pass, to be called before autograd's function, which hides whether there are
+    gradients.
+
+    group: of the ranks that hold the others of its shards; None: none do.
+    """
+    kept: Fp8Weight | None = getattr(weight, ATTRIBUTE, None)
+    capturing = cublas.capturing(weight)
+    if kept is not None and kept.step == _steps[0] and torch.is_grad_enabled() and not capturing:
+        return kept
+    step = None if capturing else _steps[0]
+    if kept is None:
+        (rows, columns), requantize = quantize.of_weight(weight.detach(), blockwise, group)
+        kept = Fp8Weight(rows, columns, requantize, step, [step])
+    else:
+        kept.requantize(weight.detach())
+        kept = replace(kept, step=step)
+        kept.in_memory[0] = step
+    setattr(weight, ATTRIBUTE, kept)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -72,7 +127,7 @@ class Fp8:
         return self._with(weights, None)
 
     def _with(self, weights: Sequence[Tensor], group: Any) -> Self:
-        return replace(self, weights=tuple(fp8_weights.quantized(weight, self.blockwise, group) for weight in weights))
+        return replace(self, weights=tuple(quantized(weight, self.blockwise, group) for weight in weights))
 
     def from_input(
         self, x: Tensor, gathers: bool = False, groups: Groups | None = None

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
 from tp_invariant_recipes.numerics.layers.formats.plain import Plain, Products, require_single_sequence
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

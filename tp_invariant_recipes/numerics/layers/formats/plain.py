@@ -13,7 +13,7 @@ On a GPU the lowest levels of the tree cost little (numerics/products/contractio
 products, or a product itself adds the product of a segment or of the right neighbour to the output, and rounds as a
 separate addition would.
 
-Where a rank holds the tokens of several context shards (numerics/sums/context_shards.py), each is a product of its own:
+Where a rank holds the tokens of several context shards (numerics/sums/data_shards.py), each is a product of its own:
 sums over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
 """
 
@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.numerics.products import contraction, cpu, sampling
 from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.products.product import product
-from tp_invariant_recipes.numerics.sums.context_shards import each_context
+from tp_invariant_recipes.numerics.sums.data_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum
 from tp_invariant_recipes.numerics.sums.tree import (
@@ -38,6 +39,7 @@ from tp_invariant_recipes.numerics.sums.tree import (
     all_gather,
     begin_reduce_scatter,
     start_all_gather,
+    start_all_to_all,
     start_reduce_scatter,
     tree_sum,
 )
@@ -233,3 +235,57 @@ def start_contraction(
 def sizes_of(segments: Split, features: int) -> tuple[int, ...]:
     """Return the size of each segment of so many features."""
     return (features // segments,) * segments if isinstance(segments, int) else segments
+
+
+def _fixed_tiles(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, **_shards: Split) -> Tensor:
+    return fixed_tile_product(a, b, out, add=add)
+
+
+class Gathered(Plain):
+    """Plain operands, whole on every rank that multiplies them."""
+
+    def start_contraction(
+        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
+        dtype: torch.dtype,
+    ) -> Contraction:  # fmt: skip
+        """As Plain's; with `scatters` this rank gets all features of its tokens, otherwise of all."""
+        return _Whole(
+            start_all_to_all(rows, mesh) if scatters else start_all_gather(rows.unsqueeze(0), mesh),
+            start_all_gather(across.unsqueeze(0), mesh),
+            sizes_of(segments, rows.shape[1]),
+            forward,
+        )
+
+
+GATHERED = Gathered(Products(_fixed_tiles, cpu.partials))
+
+
+@dataclass
+class _Whole:
+    """The operands of a product over sharded features, in communication: a slice of the features from every rank.
+
+    tokens: [t, m, k/t], m tokens; weight: [t, n, k/t] of a forward pass, else [t, k/t, n], the ranks' weights.
+    sizes:  of the segments of k/t.
+    """
+
+    tokens: Moving
+    weight: Moving
+    sizes: tuple[int, ...]
+    forward: bool
+
+    def finished(self, dtype: torch.dtype) -> Tensor:
+        """[m, n] in `dtype`."""
+        a = _in_order(self.tokens.arrived(), self.sizes, 1)
+        b = (
+            _in_order(self.weight.arrived(), self.sizes, 1).t()
+            if self.forward
+            else _in_order(self.weight.arrived(), self.sizes, 0)
+        )
+        return fixed_tile_product(a, b, torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device))
+
+
+def _in_order(slices: Tensor, sizes: tuple[int, ...], dim: int) -> Tensor:
+    """Return the ranks' matrices, [t, …], joined along `dim` with every segment contiguous."""
+    if len(slices) == 1:
+        return slices[0]
+    return torch.cat([part for segment in slices.split(sizes, dim + 1) for part in segment], dim)

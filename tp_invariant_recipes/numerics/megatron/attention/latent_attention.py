@@ -31,7 +31,7 @@ from tp_invariant_recipes.cpu_host.stand_ins.duplicated_linear import Duplicated
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.layers.linear.partial_linear import partial_linear
+from tp_invariant_recipes.numerics.layers.linear.linear import partial_linear
 from tp_invariant_recipes.numerics.megatron.base import OnMegatronsMesh, OnMesh
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
