@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.sources import hf_glm, hf_models
+from tp_invariant_recipes.sources import hf_families, hf_models
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # name -> type in a safetensors header, shape, bytes
 
@@ -34,7 +34,7 @@ def _values(shapes: tuple[tuple[str, tuple[int, ...]], ...], seed: int, dtype: s
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         values = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.02, shape).astype(np.float32)
         bits = values.view(np.uint32)
-        own = "F32" if name.endswith(hf_glm.BIAS) else dtype
+        own = "F32" if name.endswith(hf_families.BIAS) else dtype
         results[name] = (own, shape, bits.tobytes() if own == "F32" else (bits >> 16).astype(np.uint16).tobytes())
     return results
 

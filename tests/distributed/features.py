@@ -24,7 +24,7 @@ SIZES = {
 
 FAMILIES = (
     *("qwen3_moe", "qwen25", "llama32", "olmoe", "deepseek_v3", "moonlight", "nemotron3_nano"),
-    *("gemma2", "gemma3", "gpt_oss", "qwen3_next", "glm45", "exaone4"),
+    *("gemma3", "gpt_oss", "qwen3_next", "glm45"),
 )
 AXES: dict[str, tuple[str, ...]] = {
     "numerics": ("numerics=stock", "numerics=portable", "numerics=gather"),

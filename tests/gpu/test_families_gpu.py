@@ -14,8 +14,6 @@ pytestmark = marks()
 
 _SMALL = "gbs=2 iters=3 seq=128 numerics.virtual_shards=2 model.kv_channels=32"
 MODELS = {
-    "exaone4": f"exaone4_toy {_SMALL}",
-    "gemma2": f"gemma2_toy {_SMALL}",
     "gemma3": f"gemma3_toy {_SMALL}",
     "gpt": f"qwen3_toy {_SMALL} model.normalization=LayerNorm model.layernorm_zero_centered_gamma=true "
     "model.qk_layernorm=false model.position_embedding_type=learned_absolute model.gated_linear_unit=false "

@@ -18,10 +18,10 @@ MODEL = section(
     row(ANY, "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
         "linear_value_head_dim", "sizes of gated delta nets", COUNT),
     row(ANY, "activation_func activation_func_clamp_value add_bias_linear add_qkv_bias attention_output_gate "
-        "attention_softmax_in_fp32 attn_logit_softcapping calculate_per_token_loss "
-        "experimental_attention_variant final_logit_softcapping gated_linear_unit interleaved_attn_pattern "
+        "attention_softmax_in_fp32 calculate_per_token_loss "
+        "experimental_attention_variant gated_linear_unit interleaved_attn_pattern "
         "is_vision_language layernorm_zero_centered_gamma mtp_num_layers mtp_use_repeated_layer "
-        "multi_latent_attention normalization qk_layernorm query_pre_attn_scalar "
+        "multi_latent_attention normalization qk_layernorm "
         "scatter_embedding_sequence_parallel share_embeddings_and_output_weights softmax_type", "mathematics"),
     row(ANY, "attention_dropout hidden_dropout", "mathematics", BELOW_1),
     row(ANY, "glu_linear_offset", "mathematics", SIGNED),

@@ -219,7 +219,6 @@ def _extended(original: Callable[[Any], Any], more: Callable[[Any], Iterator[Any
 
 # Module and class -> a part of the local names, which it lacks, and what adds them.
 _MAPPINGS = {
-    ("gemma.gemma2_bridge", "Gemma2Bridge"): ("pre_mlp_layernorm", with_local_norms),
     ("gemma.gemma3_bridge", "Gemma3ModelBridge"): ("pre_mlp_layernorm", with_local_norms),
     ("olmoe.olmoe_bridge", "OlMoEBridge"): ("local_experts", with_local_experts),
     ("glm.glm45_bridge", "GLM45Bridge"): ("local_experts", with_local_experts),

@@ -63,11 +63,10 @@ def micro_batch(config: RunConfig) -> MicroBatch:
     of_rank = tokens // at.tp if at.sp else tokens
     stated = arithmetic is not None and arithmetic.any_machine  # its attention keeps no scores
     local = model.get("transformer_impl") == "local" and not stated
-    capped = bool(model.get("attn_logit_softcapping"))  # numerics/megatron/families/gemma.py, on any device
-    unfused = local or capped or model.get("attention_backend") in ("unfused", "local")
-    # The softmax in fp32 and its copy, or the softmax alone; the scores before a cap.
-    wide = model.get("attention_softmax_in_fp32") or not local or capped
-    score = element(config) + FP32 * (bool(wide) + capped)
+    unfused = local or model.get("attention_backend") in ("unfused", "local")
+    # The softmax in fp32 and its copy, or the softmax alone.
+    wide = model.get("attention_softmax_in_fp32") or not local
+    score = element(config) + FP32 * bool(wide)
     fp8 = low_precision.fp8_layers(config)
     rounds = fp8 is not None and fp8.recipe == low_precision.MXFP8
     return MicroBatch(

@@ -8,20 +8,13 @@ from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.reading import parse_object, read_limited
+from tp_invariant_recipes.sources.hf_families import FAMILIES
 from tp_invariant_recipes.sources.weights import CONFIG, LARGEST_CONFIG
 from tp_invariant_recipes.start import lazy_imports
 
 MODELS = "megatron.bridge.models"
 # `model_type` in config.json -> Bridge's package that registers its conversion.
-PACKAGES = {
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), "qwen"),
-    **dict.fromkeys(("gemma2", "gemma3_text"), "gemma"),
-    "llama": "llama",
-    "gpt_oss": "gpt_oss",
-    "glm4_moe": "glm",
-    "olmoe": "olmoe",
-    "exaone4": "exaone",
-}
+PACKAGES = {family.model_type: family.package for family in FAMILIES}
 
 
 def run_no_model() -> None:

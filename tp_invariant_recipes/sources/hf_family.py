@@ -76,14 +76,19 @@ LLAMA31_LENGTH = 131072  # tokens; what such models are published for
 class Family:
     """One architecture.
 
-    qkv_bias, qk_norm, experts: what tells it from the others.
+    model_type:  in config.json. package: Bridge's, which registers its conversion.
+    like:        a model of conf/model/ that has all that the family shares; the sizes are a folder's own.
+    without:     overrides that take from such a model what no folder has.
+    qkv_bias, qk_norm, experts: parts of its layers.
     norms:       of a layer. norm_of_all_heads: whether one norm has the queries of all heads, and one the keys.
     expert_size: the key of an expert's features in config.json.
     more:        fields that others lack, or other defaults. own: what `shared` has otherwise. stated: as `fixed`.
     """
 
     architecture: str
-    model_type: str
+    model_type: str = ""
+    package: str = ""
+    like: str = ""
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
@@ -93,6 +98,15 @@ class Family:
     more: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     own: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+    def has(self, model: Mapping[str, Any]) -> bool:
+        """Whether a model, a section `model` of a tree, has its layers."""
+        return False
+
+    def refused(self, model: Mapping[str, Any]) -> str | None:
+        """Return what its config.json cannot say of a model with its layers; None: nothing."""
+        return None
 
     @property
     def keys(self) -> tuple[str, ...]:

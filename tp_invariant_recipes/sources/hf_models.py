@@ -1,8 +1,8 @@
 """The models of Hugging Face that weights come from and go to: sizes in config.json, names and shapes of tensors.
 
-A row of FAMILIES is one architecture that Bridge's AutoBridge converts and whose tensors are all known here. The sizes
-are those of `config.json`, under their names there; Family.fields has the fields of the model. So a folder is compared
-with a run before anything starts, and without Bridge.
+A row of `hf_families.FAMILIES` is one architecture that Bridge's AutoBridge converts and whose tensors are all known.
+The sizes are those of `config.json`, under their names there; Family.fields has the fields of the model. So a folder is
+compared with a run before anything starts, and without Bridge.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,79 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.settings.values import value_text
-from tp_invariant_recipes.sources import hf_families
+from tp_invariant_recipes.sources.hf_families import FAMILIES, NAMES, PLAIN
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
-from tp_invariant_recipes.sources.hf_glm import GLM_45, dense_first
-from tp_invariant_recipes.sources.hf_gpt_oss import GPT_OSS
-from tp_invariant_recipes.sources.hf_qwen3_next import QWEN3_NEXT
 from tp_invariant_recipes.sources.weights import SHOWN, Checkpoint
 from tp_invariant_recipes.start import lazy_imports
-
-PLAIN = (
-    Family("LlamaForCausalLM", "llama"),
-    Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
-    Family("Qwen3ForCausalLM", "qwen3", qk_norm=True),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, experts=True),
-)
-FAMILIES: tuple[Family, ...] = (*PLAIN, GPT_OSS, GLM_45, QWEN3_NEXT, *hf_families.FAMILIES.values())
-_NAMES = ", ".join(family.architecture for family in FAMILIES)
 
 
 def family_of(model: Mapping[str, Any]) -> Family | str:
     """Return the architecture of a model, a section `model` of a tree; if it has none here, why."""
     if model.get("hybrid_layer_pattern"):
-        return f"a hybrid model has no weights that tpi imports or exports; it knows {_NAMES}"
-    own = _own(model)
+        return f"a hybrid model has no weights that tpi imports or exports; it knows {NAMES}"
+    own = next((family for family in FAMILIES if family.has(model)), None)
     wrong = [
         f"model.{name}={value_text(model.get(name, default))}"
-        for name, (value, default) in (own or FAMILIES[0]).shared.items()
+        for name, (value, default) in (own or PLAIN[0]).shared.items()
         if _plain(model.get(name, default)) != _plain(value)
     ]
-    if wrong:
-        return f"no architecture that tpi imports or exports has {', '.join(wrong)}; it knows {_NAMES}"
-    if own is GLM_45 and (shared := _shared_expert(model)):
-        return shared
-    if own is hf_families.FAMILIES["OLMoE"] and _head(model) * model["num_attention_heads"] != model["hidden_size"]:
-        return f"{own.architecture} has heads of hidden_size / num_attention_heads; model.kv_channels={_head(model)}"
-    if own is not None:
-        return own
-    traits = (bool(model.get("add_qkv_bias")), bool(model.get("qk_layernorm")), bool(model.get("num_moe_experts")))
-    family = next((plain for plain in PLAIN if (plain.qkv_bias, plain.qk_norm, plain.experts) == traits), None)
-    if family is None:
-        fields = ("add_qkv_bias", "qk_layernorm", "num_moe_experts")
-        traits_named = ", ".join(f"model.{name}={value_text(model.get(name))}" for name in fields)
-        return f"no architecture that tpi imports or exports has {traits_named}; it knows {_NAMES}"
-    return family
-
-
-def _own(model: Mapping[str, Any]) -> Family | None:
-    """Return the architecture of layers that no other has; None: it is one of PLAIN, or none."""
-    if (name := families.family_of(model)) is not None:
-        return hf_families.FAMILIES[name]
-    if families.delta_sizes(model):
-        return QWEN3_NEXT if model.get("num_moe_experts") else None
-    if model.get("softmax_type") == "learnable":
-        return GPT_OSS
-    sigmoid = model.get("moe_router_score_function") == "sigmoid" and not model.get("multi_latent_attention")
-    return GLM_45 if model.get("num_moe_experts") and sigmoid else None
-
-
-def _head(model: Mapping[str, Any]) -> int:
-    return model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
-
-
-def _shared_expert(model: Mapping[str, Any]) -> str | None:
-    """Return what of GLM's experts its config.json has no place for."""
-    if dense_first(model.get("moe_layer_freq"), model["num_layers"]) is None:
-        return f"{GLM_45.architecture} has its dense layers first; model.moe_layer_freq"
-    shared, routed = model.get("moe_shared_expert_intermediate_size"), model.get("moe_ffn_hidden_size")
-    if shared == routed:
-        return None
-    key = "model.moe_shared_expert_intermediate_size"
-    return f"{GLM_45.architecture} has a shared expert of the others' size; {key}={routed}"
+    if own is None and not wrong:
+        traits = ("add_qkv_bias", "qk_layernorm", "num_moe_experts")
+        wrong = [f"model.{name}={value_text(model.get(name))}" for name in traits]
+    if own is None or wrong:
+        return f"no architecture that tpi imports or exports has {', '.join(wrong)}; it knows {NAMES}"
+    return own.refused(model) or own
 
 
 def config_of(family: Family, model: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -127,24 +78,6 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     return wrong + [f"{where}: {problem}" for problem in tensors]
 
 
-# Architecture -> a model of conf/model/ with all that its family shares; the sizes are the folder's.
-LIKE = {
-    "LlamaForCausalLM": "llama32_toy",
-    "Qwen2ForCausalLM": "qwen25_toy",
-    "Qwen3ForCausalLM": "qwen3_toy",
-    "Qwen3MoeForCausalLM": "qwen3_moe_toy",
-    "GptOssForCausalLM": "gpt_oss_toy",
-    "Glm4MoeForCausalLM": "glm45_toy",
-    "Qwen3NextForCausalLM": "qwen3_next_toy",
-    "OlmoeForCausalLM": "olmoe_toy",
-    "Exaone4ForCausalLM": "exaone4_toy",
-    "Gemma2ForCausalLM": "gemma2_toy",
-    "Gemma3ForCausalLM": "gemma3_1b",  # a toy has other windows than any folder
-}
-# What takes from such a model the parts that no folder has.
-WITHOUT = {"Qwen3NextForCausalLM": ("model.mtp_num_layers=null",)}
-
-
 def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     """Return the model of a folder: one of conf/model/, and the overrides that give it the folder's sizes.
 
@@ -158,7 +91,7 @@ def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
         raise ConfigError(f"{checkpoint.folder}: {error}") from error
     fixes = (_fix(family, key, sizes) for key in sizes)
     lines = [line for fix in fixes for line in fix.replace(" model.", "\nmodel.").splitlines()]
-    return LIKE[family.architecture], [*WITHOUT.get(family.architecture, ()), *lines]
+    return family.like, [*family.without, *lines]
 
 
 def _named(checkpoint: Checkpoint) -> Family:
@@ -168,7 +101,7 @@ def _named(checkpoint: Checkpoint) -> Family:
         if named == [family.architecture]:
             return family
     architecture = f"is of {value_text(named)}" if named else "names no architecture"
-    raise ValueError(f"its config.json {architecture}; tpi imports {_NAMES}")
+    raise ValueError(f"its config.json {architecture}; tpi imports {NAMES}")
 
 
 @contextmanager

@@ -83,7 +83,7 @@ OF_BRIDGE = {
     "OptimizerConfig": {"optimizer.offload_optimizer_states"},
     "GPTModelProvider": {
         *(f"model.{name}" for name in ("moe_a2a_overlap", *_TOKENS)),
-        *(f"model.rope_scaling_{name}" for name in ("low_freq_factor", "high_freq_factor")),  # of EXAONE 4; unread
+        *(f"model.rope_scaling_{name}" for name in ("low_freq_factor", "high_freq_factor")),  # unread
         "model.rope_scaling_original_max_position_embeddings",
     },
     "MLAModelProvider": {

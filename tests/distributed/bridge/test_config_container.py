@@ -32,7 +32,7 @@ def _provider(model: str) -> str:
 
 # Layers that are neither the provider's own nor Bridge's local ones.
 OWN = "tp_invariant_recipes.numerics.megatron.families.block"
-FAMILIES = ("olmoe", "exaone4", "gemma2", "gemma3")
+FAMILIES = ("olmoe", "gemma3")
 ON_CPU = [model for model in MODELS if _provider(model) in LOCAL_SPECS or model.startswith(FAMILIES)]
 # Of dense layers and layers of experts in one model: Bridge's own function makes one layer for all.
 DELTA_NETS = "tp_invariant_recipes.numerics.megatron.families.delta_net.block"

@@ -97,7 +97,7 @@ bridge.load()
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.sources import auto_bridge, hf_models
 folder, left = Path(sys.argv[1]), []
-for family in sorted(hf_models.FAMILIES, key=lambda family: auto_bridge.PACKAGES[family.model_type] == "exaone"):
+for family in sorted(hf_models.FAMILIES, key=lambda family: family.package == "olmoe"):
     config = {"architectures": [family.architecture], "model_type": family.model_type}
     (folder / "config.json").write_text(json.dumps(config))
     with registry.applied():

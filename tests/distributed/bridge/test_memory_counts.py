@@ -22,7 +22,7 @@ NET = (
     "model.linear_key_head_dim=16"
 )
 MODELS = (
-    *(f"{name}_toy" for name in ("qwen3", "qwen25", "llama32", "gemma2", "gemma3", "exaone4", "olmoe", "gpt_oss")),
+    *(f"{name}_toy" for name in ("qwen3", "qwen25", "llama32", "gemma3", "olmoe", "gpt_oss")),
     *map(small, ("qwen3_moe_toy", "nemotron3_nano_toy", "deepseek_v3_toy", "moonlight_toy")),
     NET,
     LEARNED,

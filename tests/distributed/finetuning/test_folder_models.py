@@ -11,9 +11,7 @@ from tp_invariant_recipes.sources import hf_models, weights
 @pytest.mark.parametrize("family", hf_models.FAMILIES, ids=lambda family: family.architecture)
 def test_it_has_the_sizes_of_the_folder(tmp_path, family):
     """Here twice the layers, and half the vocabulary, of the model that it is like."""
-    like = hf_folders.model_section(
-        hf_models.LIKE[family.architecture], *hf_models.WITHOUT.get(family.architecture, ())
-    )
+    like = hf_folders.model_section(family.like, *family.without)
     assert hf_models.family_of(like) == family
     config = hf_models.config_of(family, like, "bfloat16")
     changed = {"num_hidden_layers": 2 * config["num_hidden_layers"], "vocab_size": config["vocab_size"] // 2}

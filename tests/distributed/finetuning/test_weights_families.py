@@ -24,8 +24,6 @@ ROWS = {
     ("qwen3_moe_toy", f"{_EXPERTS} {SHARDED} numerics.expert_groups=2"): ("ep=2 dp=2 tp=2", "tp=2 pp=2"),
     ("gpt_oss_toy", f"{_GPT_OSS} model.vocab_size=512"): ("tp=2 ep=2",),
     ("olmoe_toy", f"{_SMALL} model.moe_ffn_hidden_size=256"): ("tp=2 ep=2",),
-    ("exaone4_toy", ""): ("tp=2 pp=2",),
-    ("gemma2_toy", ""): ("tp=2 pp=2",),
     ("gemma3_toy", "model.interleaved_attn_pattern=[5,1]"): ("tp=2",),
     ("glm45_toy", f"{_GLM} model.mtp_num_layers=null"): ("tp=2 ep=2",),
     ("glm45_toy", f"{_GLM} model.num_layers=2 model.moe_layer_freq=[0,1]"): ("tp=2 pp=2",),

@@ -32,8 +32,6 @@ _UNTIED = "model.share_embeddings_and_output_weights=false"
 
 MODELS = {
     "deepseek": small("deepseek_v3_toy"),
-    "exaone4": f"exaone4_toy {_DENSE}",
-    "gemma2": f"gemma2_toy {_DENSE} model.window_size=[7,0]",
     "gemma3": f"gemma3_toy {_DENSE} model.window_size=8",
     "glm": "glm45_toy seq=32 model.hidden_size=64 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=64 "
     "model.moe_shared_expert_intermediate_size=256 model.kv_channels=16 model.vocab_size=512 model.num_layers=2 "
@@ -77,11 +75,6 @@ ROWS = (
     *((model, "gbs=2 seq=64 numerics.context_shards=2", ("cp=1", "cp=2 tp=2")) for model in ("llama32", "qwen25")),
     ("yarn", "gbs=1", ("tp=1", "tp=2")),
     ("qwen3", "gbs=2 model.no_rope_freq=[0,1]", ("tp=1", "tp=2", "pp=2")),
-    ("exaone4", "gbs=1", ("tp=1", "tp=2 sp=false", "tp=2 pp=2")),
-    ("exaone4", _SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2")),
-    ("exaone4", f"gbs=1 {_FP32}", ("tp=1", "tp=4")),
-    ("gemma2", "gbs=1", ("tp=1", "tp=2 pp=2", "tp=4 sp=false")),
-    ("gemma2", _SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2")),
     ("gemma3", "gbs=1", ("tp=1", "tp=2 pp=2", "tp=4 sp=false")),
     ("gemma3", _SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2")),
     ("olmoe", "gbs=1", ("tp=1", "tp=4 ep=2", "tp=2 pp=2")),

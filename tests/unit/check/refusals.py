@@ -219,7 +219,6 @@ GEMMA3 = Family(
     "gemma3_toy numerics=stock",
     own_words("Gemma 3 has rotary positions of two bases; model.position_embedding_type=rope", " ".join(_POSITIONS)),
 )
-GEMMA2 = Family("gemma2_toy numerics=stock", {}, taken_fields=_POSITIONS)
 
 _BIASES = "model.add_bias_linear=true"
 SHARED_EXPERTS, SHARED_EXPERTS_OF_MAMBA = (
@@ -523,7 +522,7 @@ SINKS_TYPED = Family(
 )
 
 OWN_LAYERS = Family(
-    "gemma2_toy",
+    "gemma3_toy",
     {
         "numerics.context_shards=2": f"{TREE}a family with layers of its own has no version with context shards; cp=1",
         "precision=fp8_tensorwise": f"{TREE}a family with layers of its own has no version in FP8; precision=bf16",
@@ -536,12 +535,6 @@ OWN_LAYERS = Family(
         )
     },
     typed=True,
-)
-
-SOFT_CAPPED = Family(
-    "gemma2_toy numerics=tree",
-    {"model.attention_backend=unfused": "soft-capped attention is computed by Megatron's own products"},
-    begins=TREE,
 )
 
 YARN = Family(

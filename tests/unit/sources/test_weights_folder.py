@@ -13,7 +13,7 @@ from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.recipes import recipe
-from tp_invariant_recipes.sources import auto_bridge, hf_models, weights
+from tp_invariant_recipes.sources import hf_models, weights
 
 TOY = hf_folders.model_section("qwen3_toy")
 
@@ -328,7 +328,3 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError), whole_folder(tmp_path / "a"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_every_family_names_bridges_package():
-    assert {family.model_type for family in hf_models.FAMILIES} == auto_bridge.PACKAGES.keys()

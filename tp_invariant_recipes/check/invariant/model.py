@@ -210,8 +210,6 @@ DELTA_NET_LIMITS = (
 
 # What the invariant numerics cover of families with layers of their own (numerics/megatron/families).
 
-CAPPED = (None, "auto", "local")  # backends of attention
-
 
 def _has_own_layers(config: RunConfig) -> bool:
     return families.family_of(config.model) is not None
@@ -232,12 +230,6 @@ FAMILY_LIMITS = (
         lambda t: t.model.get("scatter_embedding_sequence_parallel") is False,
         "scatters its embeddings",
         "model.scatter_embedding_sequence_parallel=true",
-    ),
-    limit_of(
-        has("attn_logit_softcapping"),
-        lambda t: t.model.get("attention_backend") not in CAPPED,
-        "soft-capped attention is computed by Megatron's own products",
-        "model.attention_backend=auto",
     ),
     _family_row(has("mtp_num_layers"), "has no multi-token prediction", "model.mtp_num_layers=null"),
     _family_row(has("add_bias_linear"), "has no biases", "model.add_bias_linear=false"),

@@ -25,6 +25,7 @@ from tp_invariant_recipes.replacement import resolve_own
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.sources import auto_bridge, hf_models
+from tp_invariant_recipes.sources.hf_families import GLM_45
 from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
 from tp_invariant_recipes.start import bridge
 
@@ -174,7 +175,7 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     fields |= {name: model[name] for name, _ in family.fields.values() if model.get(name) is not None}
     fields["activation_func"] = resolve_name(fields["activation_func"])
     own = families.family_of(model)
-    cls, spec = GPTModelProvider, block_of_both if family is hf_models.GLM_45 else local_layer_spec
+    cls, spec = GPTModelProvider, block_of_both if family is GLM_45 else local_layer_spec
     if families.delta_sizes(model):
         spec = resolve_own(families.DELTA_BLOCK)
     if own is not None:

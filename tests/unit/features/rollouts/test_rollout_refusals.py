@@ -41,12 +41,12 @@ def test_configurations_are_refused_by_name(words, parts):
 
 FAMILIES = (
     ("qwen3_moe_toy", None),
-    ("gemma2_toy", "windows of attention have no portable version"),
+    ("gemma3_toy", "windows of attention have no portable version"),
     ("gpt_oss_toy", "attention sinks have no portable version"),
     ("nemotron3_nano_toy", "Mamba layers have no portable version"),
     ("qwen3_next_toy", "gated delta nets are covered by numerics=tree only"),
     ("moonlight_toy", "multi-latent attention is covered by numerics=tree only"),
-    ("exaone4_toy", "families with own layers are covered by numerics=tree only"),
+    ("gemma3_toy", "families with own layers are covered by numerics=tree only"),
 )
 
 

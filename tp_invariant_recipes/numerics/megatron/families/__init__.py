@@ -39,17 +39,6 @@ FAMILIES = {
         "numerics.megatron.families.layers:olmoe",
         after=False,
     ),
-    "EXAONE 4": Layers(
-        f"{_MODELS}.exaone.exaone4.exaone4_provider.exaone4_layer_spec",
-        "",
-        "numerics.megatron.families.layers:exaone4",
-    ),
-    "Gemma 2": Layers(
-        f"{_MODELS}.gemma.gemma2_provider.gemma2_layer_spec",
-        f"{_MODELS}.gemma.gemma2_provider.Gemma2ModelProvider",
-        "numerics.megatron.families.layers:gemma2",
-        norms=2,
-    ),
     "Gemma 3": Layers(
         f"{_MODELS}.gemma.gemma3_provider.gemma3_layer_spec",
         f"{_MODELS}.gemma.gemma3_provider.Gemma3ModelProvider",

@@ -2,12 +2,12 @@
 
     family        a layer's parts that are not GPT's
     OLMoE         one norm over all queries, one over all keys, of all heads together
-    EXAONE 4      norms after attention and after the feed-forward part, none before
-    Gemma 2, 3    norms before and after both; attention of gemma.py
+    Gemma 3       norms before and after both; windows in all layers but one after every few
 
 Bridge has them of Transformer Engine's layers alone; tpi trains stock runs on a CPU with those of this file.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -19,13 +19,16 @@ from megatron.core.transformer import ModuleSpec, TransformerLayer, TransformerL
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.numerics.layers.norm import NormShards
-from tp_invariant_recipes.numerics.megatron.local import InvariantRMSNorm, InvariantRowParallelLinear
+from tp_invariant_recipes.numerics.megatron.local import (
+    InvariantDotProductAttention,
+    InvariantRMSNorm,
+    InvariantRowParallelLinear,
+)
 
 POST_NORM_EPS = 1e-5  # Bridge's layers leave the default of Transformer Engine's norm, whatever model.layernorm_epsilon
 
@@ -121,50 +124,49 @@ def olmoe(config: Any) -> ModuleSpec:
     return spec
 
 
-# --- Dense families ---
+# --- Gemma 3 (arXiv 2503.19786) ---
 
 
-def exaone4(config: Any) -> ModuleSpec:
-    """Return a layer of EXAONE 4."""
-    return _dense(config, before=IdentityOp)
+class Gemma3Windows:
+    """Windows of all layers but those of whole attention, for a class of core attention."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+        windows = layer_number % sum(config.interleaved_attn_pattern) != 0
+        config = copy.copy(config)
+        config.window_size = (config.window_size - 1, 0) if windows else None
+        super().__init__(config, layer_number, *args, **kwargs)  # type: ignore[call-arg]
 
 
-def gemma2(config: Any) -> ModuleSpec:
-    """Return a layer of Gemma 2."""
-    from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma2DotProductAttention
+class Gemma3DotProductAttention(Gemma3Windows, DotProductAttention):
+    """Of stock runs on a CPU."""
 
-    return _dense(config, before=PlainRMSNorm, core=Gemma2DotProductAttention)
+
+class InvariantGemma3DotProductAttention(Gemma3Windows, InvariantDotProductAttention):
+    """With launches that no layout changes."""
 
 
 def gemma3(config: Any) -> ModuleSpec:
     """Return a layer of Gemma 3."""
     from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
 
-    from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma3DotProductAttention
-
-    return _dense(config, before=PlainRMSNorm, attention=Gemma3SelfAttention, core=Gemma3DotProductAttention)
-
-
-def _dense(config: Any, *, before: type, attention: type = SelfAttention, core: type = DotProductAttention) -> Any:
-    """Return a layer with norms after its parts. before: the class of those before them."""
     of_heads = PlainRMSNorm if config.qk_layernorm else None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=before,
+            input_layernorm=PlainRMSNorm,
             self_attention=ModuleSpec(
-                module=attention,
+                module=Gemma3SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=core,
+                    core_attention=Gemma3DotProductAttention,
                     linear_proj=RowParallelLinearLayerNorm,
                     q_layernorm=of_heads,
                     k_layernorm=of_heads,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=before,
+            pre_mlp_layernorm=PlainRMSNorm,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinearLayerNorm),

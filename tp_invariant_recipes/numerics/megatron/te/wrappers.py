@@ -31,8 +31,7 @@ from tp_invariant_recipes.numerics.megatron.base import (
     NormForward,
     RowForward,
 )
-from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma3Windows
-from tp_invariant_recipes.numerics.megatron.families.layers import AfterRow
+from tp_invariant_recipes.numerics.megatron.families.layers import AfterRow, Gemma3Windows
 
 
 class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):
