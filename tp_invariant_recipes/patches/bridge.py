@@ -1,12 +1,17 @@
 """What Megatron-Bridge compiles at every start, forgets, or knows of Transformer Engine's layers alone."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.patches import patch
 from tp_invariant_recipes.patches.patch import Form, Looks, Patch
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 def nothing(original: Any) -> Callable[[], None]:
@@ -96,6 +101,11 @@ def with_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_mtp_loss
 
 
+def predicts_tokens_of_whole_sequences(config: RunConfig) -> bool:
+    """Whether a stock run has multi-token prediction on ranks that have whole sequences."""
+    return bool(config.shape.depths and not config.numerics.invariant and config.layout.cp == 1)
+
+
 MULTI_TOKEN_MASK = Patch(
     name="bridge-mtp-mask",
     package="megatron-bridge",
@@ -117,7 +127,7 @@ MULTI_TOKEN_MASK = Patch(
     why="with model.mtp_num_layers every token counts in the losses of multi-token prediction, masked prompts and "
     "padding as well: Megatron-Bridge does not pass the loss mask to the model",
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/6103",
-    reached=lambda config: config.shape.depths and not config.numerics.invariant and config.layout.cp == 1,
+    reached=predicts_tokens_of_whole_sequences,
 )
 
 _ON_CPU = "use_cpu_initialization"

@@ -68,6 +68,16 @@ def delta_nets(config: RunConfig) -> bool:
     return split and bool(config.model.get("linear_attention_freq")) and not config.numerics.invariant
 
 
+def split_sinks(config: RunConfig) -> bool:
+    """Whether tensor-parallel ranks hold different attention sinks."""
+    return config.model.get("softmax_type") == "learnable" and config.layout.tp > 1
+
+
+def predicts_tokens_over_cp(config: RunConfig) -> bool:
+    """Whether a stock run has multi-token prediction whose ranks have parts of a sequence."""
+    return bool(config.shape.depths and config.layout.cp > 1 and not config.numerics.invariant)
+
+
 def over_the_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace multi_token_prediction.roll_tensor: the sum that it returns is the mean of all context-parallel ranks.
 
@@ -127,7 +137,7 @@ SINKS = Patch(
     why="with model.softmax_type=learnable and tp > 1 the norm that clips gradients has the sinks of the first "
     "tensor-parallel rank alone: Megatron-Core does not mark them as split",
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7530",
-    reached=lambda config: config.model.get("softmax_type") == "learnable" and config.layout.tp > 1,
+    reached=split_sinks,
 )
 _REDUCED = "_allreduce_non_tensor_model_parallel"
 DELTA_NET = Patch(
@@ -154,6 +164,6 @@ MULTI_TOKEN = Patch(
     why="with model.mtp_num_layers and cp > 1 tokens of a rank with fewer of them weigh more: Megatron-Core divides "
     "their losses by the rank's tokens, not by those of the sequence",
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7498",
-    reached=lambda config: config.shape.depths and config.layout.cp > 1 and not config.numerics.invariant,
+    reached=predicts_tokens_over_cp,
 )
 PATCHES = (EXPERT_BIAS, EXPERT_BIAS_SUM, SINKS, DELTA_NET, MULTI_TOKEN)

@@ -99,12 +99,59 @@ _UNEQUAL_PARTS = Form(
 _LOSSES = r"^(backward|gradients)/(output_layer|mtp)\b"  # a loss of another size: its gradient begins there
 _BALANCE = r"^backward/.*router/auxiliary$|^(gradients|updates)/.*\brouter\."  # z-loss strikes a router's input
 
+
+def split_biased_experts(config: RunConfig) -> bool:
+    """Whether tensor-parallel ranks share tokens, and each adds biases of the whole experts that it holds."""
+    return bool(config.shape.experts and config.shape.biased and config.layout.sp and config.layout.etp == 1)
+
+
+def _masked_means(config: RunConfig) -> bool:
+    return _masked(config) and not config.model.get("calculate_per_token_loss")
+
+
+def masked_losses_over_cp(config: RunConfig) -> bool:
+    """Whether a masked loss is a mean over the tokens of a context-parallel rank."""
+    return config.layout.cp > 1 and _masked_means(config)
+
+
+def masked_losses_of_micro_batches(config: RunConfig) -> bool:
+    """Whether a masked loss is a mean over the tokens of several sequences."""
+    return config.train["micro_batch_size"] > 1 and _masked_means(config)
+
+
+def balances_in_several_parts(config: RunConfig) -> bool:
+    """Whether global_aux_loss sees a step in parts: of ranks, or one after the other."""
+    several = config.layout.dp > 1 or config.train["global_batch_size"] > config.train["micro_batch_size"]
+    return _balances(config, "global_aux_loss") and several
+
+
+def has_other_micro_batches(config: RunConfig) -> bool:
+    """Whether a micro-batch holds other sequences than in the reference, which has one at a time."""
+    return config.layout.dp > 1 or config.train["micro_batch_size"] > 1
+
+
+def evaluates_in_other_orders(config: RunConfig) -> bool:
+    """Whether the sampler of an evaluation hands out sequences by dp and mbs."""
+    validation, dataset = config.section("validation"), config.section("dataset")
+    if not validation.get("eval_iters") or "dataset_root" in dataset:
+        return False
+    split = dataset.get("data_sharding", True) and config.layout.dp > 1
+    return split or (validation.get("eval_micro_batch_size") or config.train["micro_batch_size"]) > 1
+
+
+def splits_muon_in_blocks(config: RunConfig) -> bool:
+    """Whether Muon makes each rank's block of a matrix orthogonal by itself."""
+    optimizer = config.section("optimizer")
+    blocks = optimizer.get("optimizer") == "muon" and optimizer.get("muon_tp_mode") == "blockwise"
+    return blocks and config.layout.tp > 1
+
+
 FAULTS = (
     Fault(
         "norm of sinks",
         "Megatron-LM #7452, finding 8, and #7530",
         "the clipping norm has the sinks of one tensor-parallel rank alone",
-        lambda config: config.model.get("softmax_type") == "learnable" and config.layout.tp > 1,
+        core_gradients.split_sinks,
         "^norm/",
         patch=core_gradients.SINKS,
     ),
@@ -120,7 +167,7 @@ FAULTS = (
         "biases of experts",
         "no report yet",
         "biases of experts' second matrices get tp times their gradient",
-        lambda config: config.shape.experts and config.shape.biased and config.layout.sp and config.layout.etp == 1,
+        split_biased_experts,
         r"^(gradients|updates)/.*experts.*linear_fc2\.bias|^norm/",
         patch=core_gradients.EXPERT_BIAS_SUM,
     ),
@@ -136,7 +183,7 @@ FAULTS = (
         "masked losses over cp",
         "Megatron-LM #7452, finding 9, and #7513",
         "a masked loss is divided by the tokens of one context-parallel rank, without model.calculate_per_token_loss",
-        lambda config: config.layout.cp > 1 and _masked(config) and not config.model.get("calculate_per_token_loss"),
+        masked_losses_over_cp,
         _LOSSES,
         _UNEQUAL_PARTS,
     ),
@@ -153,13 +200,10 @@ FAULTS = (
         "global_aux_loss",
         "Megatron-LM #7213 and #3672",
         "global_aux_loss balances what a step has seen so far and is divided by the data-parallel ranks",
-        lambda config: (
-            _balances(config, "global_aux_loss")
-            and (config.layout.dp > 1 or config.train["global_batch_size"] > config.train["micro_batch_size"])
-        ),
+        balances_in_several_parts,
         _BALANCE,
         Form(*_ROUTER, has="averated_tokens_per_expert = self.global_tokens_per_expert / self.ga_steps"),
-        shows=lambda config: config.layout.dp > 1 or config.train["micro_batch_size"] > 1,
+        shows=has_other_micro_batches,
     ),
     Fault(
         "seq_aux_loss of packed rows",
@@ -174,11 +218,7 @@ FAULTS = (
         "masked losses of a micro-batch",
         "by definition",
         "a masked loss is a mean over a micro-batch's tokens, so that another mbs or dp is another loss",
-        lambda config: (
-            config.train["micro_batch_size"] > 1
-            and _masked(config)
-            and not config.model.get("calculate_per_token_loss")
-        ),
+        masked_losses_of_micro_batches,
         _LOSSES,
         _UNEQUAL_PARTS,
     ),
@@ -187,14 +227,7 @@ FAULTS = (
         "by definition",
         "an evaluation reads other sequences for another mbs or dp, without validation.eval_micro_batch_size and "
         "dataset.data_sharding=false",
-        lambda config: (
-            config.section("validation").get("eval_iters")
-            and "dataset_root" not in config.section("dataset")
-            and (
-                (config.section("dataset").get("data_sharding", True) and config.layout.dp > 1)
-                or (config.section("validation").get("eval_micro_batch_size") or config.train["micro_batch_size"]) > 1
-            )
-        ),
+        evaluates_in_other_orders,
         "^reports/evaluation",
         Form(
             "data/loaders.py",
@@ -207,11 +240,7 @@ FAULTS = (
         "blocks of Muon",
         "by definition",
         "muon_tp_mode=blockwise makes each rank's block of a matrix orthogonal by itself",
-        lambda config: (
-            config.section("optimizer").get("optimizer") == "muon"
-            and config.section("optimizer").get("muon_tp_mode") == "blockwise"
-            and config.layout.tp > 1
-        ),
+        splits_muon_in_blocks,
         r"^updates/(?!.*(embedding|output_layer|router|norm|bias))",  # of matrices that tp splits
     ),
     Fault(

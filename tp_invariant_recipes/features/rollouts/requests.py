@@ -24,16 +24,33 @@ OF_DRAWS = ("temperature", "top_k", "top_p", "seed", "num_return_sequences")
 WHOLE = (
     ("max_new_tokens", 1, SAMPLES), ("top_k", 0, SAMPLES), ("num_return_sequences", 1, SAMPLES), ("seed", 0, SEEDS),
 )  # fmt: skip
+
+
+def is_temperature(value: Any) -> bool:
+    """Whether logits may be divided by it: fp32 has room for the results."""
+    return type(value) in (int, float) and 1e-6 <= value <= 1e6
+
+
+def is_share(value: Any) -> bool:
+    """Whether it is a part of the probability."""
+    return type(value) in (int, float) and 0 < value <= 1
+
+
+def are_tokens(ids: Any) -> bool:
+    """Whether these are ids of tokens."""
+    return all(type(token) is int and token >= 0 for token in ids)
+
+
 # The others: name, whether a value is right, and what it must be.
 VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("do_sample", lambda value: type(value) is bool, "must be true or false"),
     (
         "temperature",
-        lambda value: type(value) in (int, float) and 1e-6 <= value <= 1e6,
+        is_temperature,
         "must be from 1e-6 to 1e6; do_sample=false takes the most probable token",
     ),
-    ("top_p", lambda value: type(value) in (int, float) and 0 < value <= 1, "must be above 0 and at most 1"),
-    ("eos_token_id", lambda ids: all(type(token) is int and token >= 0 for token in ids), "must be token ids"),
+    ("top_p", is_share, "must be above 0 and at most 1"),
+    ("eos_token_id", are_tokens, "must be token ids"),
     ("stop_strings", lambda texts: all(isinstance(t, str) and t for t in texts), "must be texts that are not empty"),
 )
 

@@ -234,7 +234,7 @@ class Digests(AroundOptimizerStep):
         """Make the plan. Raises RunError, on every rank alike: also if what is loaded is not what was saved."""
         self._whole_steps = context.state.cfg.model.cuda_graph_impl == FULL
         plan = self.plan = DigestPlan.of(context.model, context.optimizer, self._experts)
-        self.queue = Queue(plan.device, self._tell, lambda: self.listener is not None or self.check is not None)
+        self.queue = Queue(plan.device, self._tell, self._is_read)
         step = context.state.train_state.step
         if step == 0:
             self.initial = self.queue.now([plan.every]).weights
@@ -316,6 +316,9 @@ class Digests(AroundOptimizerStep):
         capturing = self.plan.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if torch.cuda.current_stream() == self._stream and not capturing:
             self._start()
+
+    def _is_read(self) -> bool:
+        return self.listener is not None or self.check is not None
 
     def _is_state_due(self, step: int) -> bool:
         return bool(self.state_every and step % self.state_every == 0)
