@@ -32,16 +32,31 @@ class Problem:
     text:  what is wrong.
     solve: the settings that solve it; "" where the text says it.
     stock: whether numerics=stock solves it, too.
+    rule:  the name of the rule that is broken, for tests and programs.
     """
 
     key: str
     text: str
     solve: str = ""
     stock: bool = False
+    rule: str = ""
 
     def __str__(self) -> str:
         whole = f"{self.key}: {self.text}" if self.key else self.text
         return f"{whole}; {self.solve}" if self.solve else whole
+
+
+class Line(str):
+    """A problem as a line of a message, which keeps the name of its rule."""
+
+    rule: str = ""
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Line":
+        """Return the line of a problem."""
+        line = cls(problem)
+        line.rule = problem.rule
+        return line
 
 
 # An entry of a ConfigError's problems that is none itself: what solves all those of numerics=tree and numerics=gather.
@@ -51,7 +66,7 @@ OR_STOCK = "or numerics=stock"
 def lines(problems: Iterable[Problem]) -> list[str]:
     """Return the problems of a ConfigError: a line each, and OR_STOCK where that avoids some of them."""
     listed = [*problems]
-    return [*map(str, listed), *([OR_STOCK] if any(problem.stock for problem in listed) else [])]
+    return [*map(Line.of, listed), *([OR_STOCK] if any(problem.stock for problem in listed) else [])]
 
 
 def listed(problems: Sequence[str]) -> str:

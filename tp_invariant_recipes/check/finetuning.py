@@ -1,6 +1,7 @@
 """Rules of fine-tuning: examples and adapters."""
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from tp_invariant_recipes.check.invariant import training as training_rules
@@ -147,7 +148,8 @@ def _shares_adapter(config: RunConfig, fields: Fields) -> bool:
 def _rule(test: Callable[[RunConfig, Fields], Any], text: str = "", solve: str = "", key: str = "") -> Rule[RunConfig]:
     """Return a rule of a run with adapters, and of its section."""
     head = (lambda t: key) if key else None
-    return Rule(lambda t: test(t, finetuning.section(t) or {}), text, solve, needs=finetuning.adapts, head=head)
+    adapted = wraps(test)(lambda t: test(t, finetuning.section(t) or {}))
+    return Rule(adapted, text, solve, needs=finetuning.adapts, head=head)
 
 
 ADAPTER_RULES = (

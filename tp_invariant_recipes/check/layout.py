@@ -5,6 +5,7 @@ Every degree is at least 1 when they are asked (check/typed.py).
 
 import math
 from collections.abc import Callable
+from functools import wraps
 
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
@@ -32,6 +33,7 @@ def _divides(
         longer = f"; or model.vocab_size={-(-size // d) * d}" if size % d else ""
         return Problem("", f"{name}={d} does not divide {', '.join(wrong)}", f"{name} can be {fits}{longer}")
 
+    rule.__name__ = f"{name}_divides"
     return rule
 
 
@@ -220,7 +222,7 @@ def _lr(config: RunConfig) -> Problem | None:
 
 def _rule(test: Callable[[RunConfig, Layout], Problem | None]) -> Rule[RunConfig]:
     """Return a rule about the layout of a run."""
-    return Rule(lambda config: test(config, config.layout))
+    return Rule(wraps(test)(lambda config: test(config, config.layout)))
 
 
 RULES: tuple[Rule[RunConfig], ...] = (

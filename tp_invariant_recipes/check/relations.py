@@ -95,13 +95,13 @@ def _divides(whole: str, by: str, unless: str | None = None) -> Rule[RunConfig]:
     """Return the rule that one number of the model is a multiple of another one, where it has both."""
     hint = f", or set model.{unless}" if unless else ""
 
-    def test(config: RunConfig) -> Problem | None:
+    def multiple(config: RunConfig) -> Problem | None:
         total, part = config.model.get(whole), config.model.get(by)
         if total is None or part is None or total % part == 0 or (unless and config.model.get(unless)):
             return None
         return Problem("", f"model.{whole}={total} is not a multiple of model.{by}={part}", f"change one of them{hint}")
 
-    return Rule(test)
+    return Rule(multiple)
 
 
 # Which layers have what: a 0 or a 1 for each layer, or every how many. Field of the model -> what reads it.
@@ -116,7 +116,7 @@ PER_LAYER: dict[str, Callable[[RunConfig], Any]] = {
 def _per_layer(name: str) -> Rule[RunConfig]:
     """Return the rule that a field of PER_LAYER says something of each layer."""
 
-    def test(config: RunConfig) -> Problem | None:
+    def per_layer(config: RunConfig) -> Problem | None:
         layers, value = config.shape.layers, config.model.get(name)
         if not layers or value is None or not PER_LAYER[name](config):
             return None
@@ -127,7 +127,7 @@ def _per_layer(name: str) -> Rule[RunConfig]:
             valid, need = value != 0, "must be at least 1"
         return None if valid else Problem(f"model.{name}={value_text(value)}", need)
 
-    return Rule(test)
+    return Rule(per_layer)
 
 
 def _repeats_a_delta_net(config: RunConfig) -> bool:
@@ -151,13 +151,13 @@ def _without_rotary(config: RunConfig) -> Problem | None:
 def _at_most(low: str, high: str) -> Rule[RunConfig]:
     """Return the rule that one number is at most another, where there are both."""
 
-    def test(config: RunConfig) -> Problem | None:
+    def at_most(config: RunConfig) -> Problem | None:
         small, large = config.at(low), config.at(high)
         if small is None or large is None or small <= large:
             return None
         return Problem("", f"{low}={small} is more than {high}={large}", "change one of them")
 
-    return Rule(test)
+    return Rule(at_most)
 
 
 def _warmup(config: RunConfig) -> Problem | None:

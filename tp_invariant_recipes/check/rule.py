@@ -1,5 +1,6 @@
 """The one shape of a rule."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,16 @@ class Rule[Subject]:
     head: Callable[[Subject], str] | None = None
     stock: bool = False
 
+    @property
+    def name(self) -> str:
+        """The function that tests it; of a comparison, the field that its texts name, or its first words."""
+        function = getattr(self.test, "func", self.test).__name__.strip("_")
+        if function != "<lambda>":
+            return function
+        texts = f"{self.solve} {self.text}"
+        key = re.search(r"([\w.]+)=", texts) or re.search(r"\b([a-z]+\.\w+)", texts)
+        return key[1].rpartition(".")[2] if key else "_".join(re.findall(r"\w+", self.text)[:4])
+
     def broken(self, subject: Subject) -> Any:
         """Return what the test returns; None: the rule is not about the subject."""
         return self.test(subject) if self.needs(subject) else None
@@ -41,7 +52,12 @@ class Rule[Subject]:
         )
         head = [self.head(subject)] if self.head else []
         return [
-            replace(problem, key=": ".join([*head, *filter(None, [problem.key])]), stock=self.stock)
+            replace(
+                problem,
+                key=": ".join([*head, *filter(None, [problem.key])]),
+                stock=self.stock,
+                rule=problem.rule or self.name,
+            )
             for problem in given
         ]
 

@@ -52,12 +52,12 @@ WIDEST = 2**63 - 1
 _NAMES = {key.path: key.name for key in SHORT_KEYS.values()}
 
 
-def wrong(tree: Tree) -> dict[str, str]:
+def wrong(tree: Tree) -> dict[str, Problem]:
     """Path -> problem, for every number that is none, is outside of its range, or is larger than its bound."""
-    problems: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
     for path, value in _numbers("", tree):
         if must := _must(path, value):
-            problems.setdefault(path, f"{_NAMES.get(path, path)}={value}: must be {must}")
+            problems.setdefault(path, Problem(f"{_NAMES.get(path, path)}={value}", f"must be {must}", rule="range"))
     return problems
 
 

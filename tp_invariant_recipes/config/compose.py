@@ -6,7 +6,7 @@ is adjusted, and every rule is asked.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tp_invariant_recipes.config.overrides import (
     parse_all,
     read_recipe,
 )
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, listed, refuse
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Problem, lines, listed, refuse
 from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import conf_files, finetuning, schema
@@ -93,7 +93,7 @@ def compose(
         problems += lines(check(eager))
         paths = [override.path for override in typed]
         of_typed = (relations.unpadded, typed_rules.idle, typed_rules.unknown)
-        problems += lines(problem for rule in of_typed for problem in rule(eager, paths))
+        problems += lines(replace(it, rule=rule.__name__) for rule in of_typed for it in rule(eager, paths))
         problems += also(eager) if also else []
         if OR_STOCK in problems and {*lines(check(_under_stock(composed)))} - {*problems}:
             problems.remove(OR_STOCK)
@@ -156,7 +156,7 @@ def _typed(model: str, sound: Sequence[Override], problems: list[str]) -> tuple[
     if recipe:
         _keep_recipes_fields(sections, recipe, fitting)
     wrong = _wrong_in_files(sections)
-    problems += [problem for problem in wrong.values() if problem not in problems]
+    problems += [line for line in lines(wrong.values()) if line not in problems]
     if any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
         raise ConfigError(listed(problems), problems)
     _as_by_default(sections, wrong)
@@ -203,10 +203,10 @@ def _keep_recipes_fields(
     sections["recipe"]["kept"] = kept
 
 
-def _wrong_in_files(sections: dict[str, Any]) -> dict[str, str]:
+def _wrong_in_files(sections: dict[str, Any]) -> dict[str, Problem]:
     """Path -> problem of what files hold: no section, a value of another type, or out of its range."""
     wrong = {
-        section: f"{section}: no such section{nearest(section, schema.SECTIONS)}"
+        section: Problem(section, f"no such section{nearest(section, schema.SECTIONS)}")
         for section in sections
         if section not in schema.SECTIONS
     }
@@ -216,7 +216,7 @@ def _wrong_in_files(sections: dict[str, Any]) -> dict[str, str]:
         try:
             convert(value, key.type)
         except WrongType as error:
-            wrong[key.path] = f"{key.path}={value}: {error}"
+            wrong[key.path] = Problem(f"{key.path}={value}", str(error))
     return wrong | misfits(sections, {})
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from tp_invariant_recipes.check.invariant import model as model_rules
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, listed, refuse
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.foreign_text import shortened
@@ -93,7 +93,7 @@ def build(config: RunConfig) -> ConfigContainer:
     for name, fields in config.sections.items():
         if name in schema.SECTIONS and isinstance(fields, dict):
             converted[name], wrong = schema.convert_section(name, config.sections)
-            problems += wrong.values()
+            problems += lines(wrong.values())
     if problems:
         raise ConfigError(listed(problems))
     from megatron.bridge.training.config import ConfigContainer

@@ -34,7 +34,7 @@ def sound_overrides(model: str, overrides: Sequence[Override], problems: list[st
     problems += lines(problem for override in overrides for problem in _decided_by_recipe(override, model))
     sound = []
     for override in _joined(overrides, problems):
-        wrong = lines(_wrong(override, groups))
+        wrong = lines(replace(problem, rule="wrong_word") for problem in _wrong(override, groups))
         problems += wrong
         if not wrong:
             sound.append(_converted(override))
@@ -55,7 +55,7 @@ def fitting_overrides(
         section: [name for name in fields if f"{section}.{name}" not in _OF_SHORT] for section, fields in typed.items()
     }
     wrong = misfits(typed, asked, own) | _lost_precision(tree, overrides)
-    problems += wrong.values()
+    problems += lines(wrong.values())
     fitting = [o for o in overrides if not any(f"{o.path}.".startswith(f"{path}.") for path in wrong)]
     return [_with_type(override, typed) if override in judged else override for override in fitting]
 
@@ -87,14 +87,14 @@ def _with_type(override: Override, sections: Mapping[str, Any]) -> Override:
 
 def misfits(
     sections: dict[str, Any], requested: Mapping[str, Sequence[str]], own: field_table.Hints = MappingProxyType({})
-) -> dict[str, str]:
+) -> dict[str, Problem]:
     """Path -> problem, for every value that is out of its range or has another type. Plain values get their types.
 
     requested: section -> fields that only Bridge may be able to judge; it is imported for no other.
     own: as for `fitting_overrides`.
     """
     out_of_range = typed_rules.wrong(sections)
-    wrong: dict[str, str] = {}
+    wrong: dict[str, Problem] = {}
     table = {**field_table.read(), **own}
     for section in sorted(schema.SECTIONS & sections.keys()):
         if isinstance(sections[section], dict):
@@ -104,31 +104,33 @@ def misfits(
     return typed_rules.wrong(sections) | _hinted(sections, wrong) | out_of_range  # texts have become numbers
 
 
-def _hinted(sections: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
+def _hinted(sections: dict[str, Any], wrong: dict[str, Problem]) -> dict[str, Problem]:
     """Return these problems, with the usual correction where files mostly go wrong."""
     for path in [path for path in wrong if path.partition(".")[0] in OWN_SECTIONS]:
         section, _, name = path.partition(".")
         value = sections[section][name]
         if name in schema.SECTIONS:
-            wrong[path] = f"{path}: a file with sections in it begins with the line '# @package _global_'"
+            wrong[path] = Problem(path, "a file with sections in it begins with the line '# @package _global_'")
         elif path == "cluster.environment" and isinstance(value, dict):
             # Without the values: one may be a secret.
-            each = {f"{path}.{key}": f"{path}.{key}: {UNQUOTED}" for key, v in value.items() if type(v) is not str}
+            keys = [f"{path}.{key}" for key, v in value.items() if type(v) is not str]
+            each = {key: Problem(key, UNQUOTED) for key in keys}
             wrong = {key: problem for key, problem in wrong.items() if key != path or not each} | each
-        elif "expected str" in wrong[path] and isinstance(value, bool | int | float):
-            wrong[path] = f"{path}={value}: {UNQUOTED}"
+        elif "expected str" in wrong[path].text and isinstance(value, bool | int | float):
+            wrong[path] = Problem(f"{path}={value}", UNQUOTED)
     return wrong
 
 
-def _lost_precision(tree: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, str]:
+def _lost_precision(tree: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Problem]:
     """Path -> problem, where one field would replace the named recipe and all that its name stands for."""
     whole = given(overrides, "mixed_precision")
     name = whole.data if whole else tree.get("mixed_precision")
     if not isinstance(name, str):
         return {}
     hint = "name another recipe, or set mixed_precision=null and then every field that counts"
-    why = f"mixed_precision={name} is a preset; setting one field discards it; {hint}"
-    return {o.path: f"{o.text}: {why}" for o in overrides if o.path.startswith("mixed_precision.")}
+    why = f"mixed_precision={name} is a preset; setting one field discards it"
+    typed = [override for override in overrides if override.path.startswith("mixed_precision.")]
+    return {override.path: Problem(override.text, why, hint, rule="lost_precision") for override in typed}
 
 
 def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override]:

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.errors import HydraException
 
-from tp_invariant_recipes.errors import ConfigError, reason
+from tp_invariant_recipes.errors import ConfigError, Problem, lines, reason
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
@@ -181,11 +181,11 @@ def of_two_keys(overrides: Iterable[Override]) -> list[str]:
         for override in overrides
         if override.wrong is None and (before := first.setdefault(override.field, override)).key != override.key
     ]
-    return [
-        f"{a.text} and {b.text} set the same field, {a.field}; leave one out"
+    return lines(
+        Problem("", f"{a.text} and {b.text} set the same field, {a.field}", "leave one out", rule="two_keys")
         for a, b in twice
         if a.value != b.value and a.path != "cluster"
-    ]
+    )
 
 
 def latest(overrides: Iterable[Override]) -> list[Override]:

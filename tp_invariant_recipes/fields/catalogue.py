@@ -87,7 +87,8 @@ def refused(section: str, given: Mapping[str, Any], is_default: Callable[[str, A
             continue
         field, named = SECTIONS[section].field(name), name in SECTIONS[section].named
         if not field.allowed.accepts(value) and (named or not is_default(name, value)):
-            problems.append(Problem(f"{key}={as_text(value)}", field.why, field.allowed.remedy.format(key=key)))
+            remedy = field.allowed.remedy.format(key=key)
+            problems.append(Problem(f"{key}={as_text(value)}", field.why, remedy, rule="field"))
     return problems
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.errors import ConfigError, TpiError
+from tp_invariant_recipes.errors import ConfigError, Problem, TpiError
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import conf_files, keys
 from tp_invariant_recipes.settings.keys import did_you_mean, nearest
@@ -175,7 +175,7 @@ def has_default(cls: type, name: str, value: Any) -> bool:
     return type(default) is type(value) and bool(default == value)
 
 
-def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Problem]]:
     """Return the section's values, converted, and what is wrong: path -> problem. A section of Bridge's imports it."""
     cls = section_class(section, sections)
     return _converted(section, sections, cls.__name__, fields(cls))
@@ -183,7 +183,7 @@ def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str
 
 def check_section(
     section: str, sections: Mapping[str, Any], requested: Collection[str], table: field_table.Hints
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, Problem]]:
     """Convert as `convert_section` does; Bridge is imported only where the table lacks the class, or the type of a
     requested field.
 
@@ -203,10 +203,10 @@ def check_section(
 
 def _converted(
     section: str, sections: Mapping[str, Any], cls: str, hints: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, Problem]]:
     """hints: None for a field whose values are left as they are."""
     values: dict[str, Any] = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
     for name, value in sections[section].items():
         path = f"{section}.{name}"
         if name == PROVIDER and section in ("model", "dataset"):
@@ -214,11 +214,11 @@ def _converted(
         if path not in OWN_KEYS and name not in hints:
             known = (f"{section}.{name}" for name in hints)
             offer = did_you_mean(keys_of(name)) or nearest(path, known)
-            problems[path] = f"{path}: no such field of {cls}{offer}"
+            problems[path] = Problem(path, f"no such field of {cls}{offer}", rule="no_such_field")
             continue
         hint = OWN_KEYS.get(path, hints.get(name))
         try:
             values[name] = value if hint is None else convert(value, hint)
         except WrongType as error:
-            problems[path] = f"{path}={value}: {error}"
+            problems[path] = Problem(f"{path}={value}", str(error), rule="type")
     return values, problems

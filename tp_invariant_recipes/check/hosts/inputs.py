@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 
 from tp_invariant_recipes.check import relations
@@ -126,6 +127,7 @@ def examples(config: RunConfig) -> Examples | None:
 def _raised(read: Callable[[RunConfig], object]) -> Callable[[Reading], list[Problem]]:
     """Return what is wrong with the files that a function reads."""
 
+    @wraps(read)
     def test(reading: Reading) -> list[Problem]:
         try:
             read(reading.config)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 
 from tp_invariant_recipes.check.rule import Rule, broken_rules, value_of
@@ -305,7 +306,7 @@ def _forwarded(job: PendingJob) -> Iterator[Problem]:
 
 def _rule(test: Callable[[RunConfig], Iterator[Problem]]) -> Rule[PendingJob]:
     """Return a rule about the run of a job."""
-    return Rule(lambda job: test(job.config))
+    return Rule(wraps(test)(lambda job: test(job.config)))
 
 
 SUBMITTED: tuple[Rule[PendingJob], ...] = (

@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ def _memory(start: PendingRun) -> list[Problem]:
 def _here(test: Callable[[RunConfig], Any], text: str = "", solve: str = "", key: str = "") -> Rule[PendingRun]:
     """Return a rule about the machine that ranks run on."""
     head = (lambda start: key) if key else None
-    return Rule(lambda start: test(start.config), text, solve, needs=lambda start: start.here, head=head)
+    return Rule(wraps(test)(lambda start: test(start.config)), text, solve, needs=lambda start: start.here, head=head)
 
 
 LAYERS = (
