@@ -113,6 +113,8 @@ def generate(request: GenerateRequest, console: Console, *, dry_run: bool = Fals
         terminal.print_line(console, f"{job.out}: {counts} {'are there' if written else 'would be written'}")
         return result
     if not written:
+        with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
+            train.validate(job.plan)
         with progress.Counter(console) as counter:
             result = execute(job, counter.counting("generating:", " completions"))
     speed = f", {result.speed:,} tokens/s" if result.speed else ""
@@ -222,7 +224,6 @@ def execute(generation: Generation, show: Callable[[int, int, str], None] = lamb
     """Complete what is not completed yet. show: told completions, of how many, and the speed. Raises as `generate`."""
     from tp_invariant_recipes.features.rollouts.rank import Generate
 
-    train.validate(generation.plan)
     folder = generation.partial.path
     with locked(generation.partial):
         output.claim(folder / "rollouts.json", generation.identity, "rollouts")

@@ -126,6 +126,8 @@ def score(request: ScoreRequest, console: Console) -> ScoreResult:
         job = plan(request, file)
     result = ScoreResult(job.out)
     if not finished(job):
+        with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
+            train.validate(job.plan)
         with progress.Counter(console) as counter:
             result = execute(job, _shown(job, counter.counting("scoring:", " sequences")))
     speed = f", {result.speed:,} tokens/s" if result.speed else ""
@@ -244,7 +246,6 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> ScoreResult:
     from tp_invariant_recipes.features.score.head import Wanted
     from tp_invariant_recipes.features.score.rank import TIMES, Score, tokens_per_second
 
-    train.validate(scoring.plan)
     folder = scoring.partial
     with locked(folder):
         output.claim(folder.path / "score.json", scoring.identity, "scores")
@@ -292,6 +293,6 @@ def _shown(scoring: Scoring, show: Callable[[int, int], None]) -> Callable[[], N
                 while block := stream.read(1 << 20):
                     written += block.count(b"\n")
                 position = stream.tell()
-            show(written, scoring.count)
+        show(written, scoring.count)
 
     return tick
