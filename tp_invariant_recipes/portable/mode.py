@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 LAYERS = {
     "DotProductAttention": "portable.layers:PortableDotProductAttention",
-    "TopKRouter": "portable.experts:PortableTopKRouter",
-    "SequentialMLP": "portable.experts:PortableSequentialMLP",
+    "TopKRouter": "portable.layers:PortableTopKRouter",
+    "SequentialMLP": "portable.layers:PortableSequentialMLP",
 }
 _STATED = "a library's function has other bits on another machine"
 REPLACEMENTS = (

@@ -78,28 +78,28 @@ ROWS = (
     ),
     ReplacementRow(
         "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
-        "numerics.megatron.loss:cross_entropy_of_mode",
+        "numerics.megatron.local:cross_entropy_of_mode",
         "sum(exp) over the vocabulary crosses ranks",
         settings=("virtual_shards", "mode"),
     ),
     ReplacementRow(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
-        "numerics.megatron.hybrid_spec:final_norm",
+        "numerics.megatron.spec:final_norm",
         "HybridStack builds its final norm by name",
     ),
     ReplacementRow(
         "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
-        "numerics.megatron.fp8:layers_of_stack",
+        "numerics.megatron.base:layers_of_stack",
         "a specification has one class for all layers of a kind, and some of these are in FP8",
     ),
     ReplacementRow(
         "megatron.core.transformer.moe.moe_layer:TELinear",
-        "numerics.megatron.moe.moe_layer:latent_projection",
+        "numerics.megatron.moe.router:latent_projection",
         "MoELayer builds the projections to experts' latents by name",
     ),
     ReplacementRow(
         "megatron.core.models.gpt.moe_module_specs:SharedExpertMLP",
-        "numerics.megatron.moe.moe_layer:InvariantSharedExpertMLP",
+        "numerics.megatron.moe.router:InvariantSharedExpertMLP",
         "a specification builds shared experts by name, and the gradient of their gate is a sum over tokens",
         wraps=False,
     ),
@@ -250,21 +250,21 @@ ROWS = (
     # --- The part of a sequence that a rank has ---
     ReplacementRow(
         "megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
-        "numerics.megatron.attention.context_parallel:batch_of_a_rank",
+        "numerics.megatron.attention.core_attention:batch_of_a_rank",
         "tokens lie context shard by context shard, on one rank too",
         settings=("context_shards",),
         when=_cuts_sequences,
     ),
     ReplacementRow(
         "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
-        "numerics.megatron.attention.context_parallel:rotary_of_a_rank",
+        "numerics.megatron.attention.core_attention:rotary_of_a_rank",
         "so do their positions",
         settings=("context_shards",),
         when=_cuts_sequences,
     ),
     ReplacementRow(
         "megatron.bridge.training.gpt_step:masked_next_token_loss",
-        "numerics.megatron.attention.context_parallel:loss_of_a_rank",
+        "numerics.megatron.attention.core_attention:loss_of_a_rank",
         "a rank's tokens would count by their number on that rank",
         settings=("context_shards",),
         when=_cuts_sequences,
@@ -272,13 +272,13 @@ ROWS = (
     # --- Functions that torch would compile at every start ---
     ReplacementRow(
         "megatron.bridge.training.setup:set_jit_fusion_options",
-        "numerics.megatron.fused:compile_nothing",
+        "numerics.megatron.local:compile_nothing",
         _COMPILES,
         wraps=False,
         when=_bridges_loop,
     ),
     *(
-        ReplacementRow(f"megatron.core.fusions.{target}", f"numerics.megatron.fused:{name}", _COMPILES)
+        ReplacementRow(f"megatron.core.fusions.{target}", f"numerics.megatron.local:{name}", _COMPILES)
         for target, name in (
             ("fused_bias_dropout:bias_dropout_add_fused_train", "residual_add"),
             ("fused_bias_swiglu:swiglu", "swiglu"),

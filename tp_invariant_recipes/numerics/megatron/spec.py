@@ -48,9 +48,9 @@ SUBSTITUTES = {
     "TERowParallelLinear": "numerics.megatron.te.wrappers:InvariantTERowParallelLinear",
     "TENorm": "numerics.megatron.te.wrappers:InvariantTENorm",
     "_TENormWithResidual": "numerics.megatron.te.wrappers:InvariantTERMSNorm",
-    "MoELayer": "numerics.megatron.moe.moe_layer:InvariantMoELayer",
+    "MoELayer": "numerics.megatron.moe.router:InvariantMoELayer",
     "TopKRouter": "numerics.megatron.moe.router:InvariantTopKRouter",
-    "SequentialMLP": "numerics.megatron.moe.moe_layer:InvariantSequentialMLP",
+    "SequentialMLP": "numerics.megatron.moe.router:InvariantSequentialMLP",
     "TEGroupedMLP": "numerics.megatron.te.wrappers:InvariantTEGroupedMLP",
     "DotProductAttention": "numerics.megatron.local:InvariantDotProductAttention",
     "TEDotProductAttention": "numerics.megatron.te.wrappers:InvariantTEDotProductAttention",
@@ -74,7 +74,7 @@ HEAD_NORMS = {
     "PlainRMSNorm": "numerics.megatron.local:InvariantHeadNorm",
 }
 # Classes in a stock specification whose invariant classes derive first from FP8_MIXIN where products are in FP8.
-FP8_MIXIN = "numerics.megatron.fp8:Fp8Mixin"
+FP8_MIXIN = "numerics.megatron.base:Fp8Mixin"
 FP8 = (
     "ColumnParallelLinear",
     "RowParallelLinear",
