@@ -298,7 +298,8 @@ class Glm45(Family):
     def spare(self, name: str, sizes: Mapping[str, Any]) -> bool:
         """As of Family: copies of the embedding and the output layer in the layer of multi-token prediction."""
         last = f"model.layers.{sizes['num_hidden_layers'] + sizes[DEPTHS] - 1}."
-        return sizes[DEPTHS] > 0 and name in (f"{last}embed_tokens.weight", f"{last}shared_head.head.weight")
+        copies = (f"{last}embed_tokens.weight", f"{last}shared_head.head.weight")
+        return (sizes[DEPTHS] > 0 and name in copies) or super().spare(name, sizes)
 
 
 def dense_first(frequency: Any, layers: int) -> int | None:
@@ -375,11 +376,11 @@ class Qwen3Next(Family):
 
     def spare(self, name: str, sizes: Mapping[str, Any]) -> bool:
         """As of Family."""
-        return name.startswith("mtp.")
+        return name.startswith("mtp.") or super().spare(name, sizes)
 
 
 _GELU = "megatron.core.activations.fast_gelu"
-GLM_45 = Glm45("Glm4MoeForCausalLM", "glm4_moe", "glm", "glm45_toy", experts=True)
+GLM_45 = Glm45("Glm4MoeForCausalLM", "glm4_moe", "glm", "glm45_toy", experts=True, partial=0.5)
 # The first that has a model's layers is the model's; those of PLAIN are in no order.
 PLAIN = (
     Plain("LlamaForCausalLM", "llama", "llama", "llama32_toy"),
@@ -432,6 +433,7 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=True,
         experts=True,
         without=("model.mtp_num_layers=null",),
+        partial=None,
         more={
             _SHARED: ("moe_shared_expert_intermediate_size", None),
             _ROTARY: ("rotary_percent", 1.0),

@@ -82,6 +82,7 @@ class Family:
     qkv_bias, qk_norm, experts: parts of its layers.
     norms:       of a layer. norm_of_all_heads: whether one norm has the queries of all heads, and one the keys.
     expert_size: the key of an expert's features in config.json.
+    partial:     the part of a head's features that rotary positions turn; None: a size says it.
     more:        fields that others lack, or other defaults. own: what `shared` has otherwise. stated: as `fixed`.
     """
 
@@ -99,6 +100,7 @@ class Family:
     own: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    partial: float | None = 1.0
 
     def has(self, model: Mapping[str, Any]) -> bool:
         """Whether a model, a section `model` of a tree, has its layers."""
@@ -175,8 +177,8 @@ class Family:
         return ()
 
     def spare(self, name: str, sizes: Mapping[str, Any]) -> bool:
-        """Whether published folders have a tensor that Bridge does not read."""
-        return False
+        """Whether published folders have a tensor that Bridge does not read: Llama 2's have rotary frequencies."""
+        return ".rotary_emb." in name
 
     def rotary(self, rope: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sizes in rope_parameters of config.json. Raises ValueError as `rope`, and KeyError."""
@@ -190,7 +192,7 @@ class Family:
         kind = rope.get("rope_type", "default")
         if kind == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items()):
             return float(rope["factor"])
-        if kind != "default":
+        if kind != "default" or (self.partial and rope.get("partial_rotary_factor", self.partial) != self.partial):
             raise ValueError(f"Megatron-Core scales no rotary frequencies by {dict(rope)}")
         return None
 

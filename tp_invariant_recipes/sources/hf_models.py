@@ -13,10 +13,17 @@ from typing import Any
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.settings.values import value_text
-from tp_invariant_recipes.sources.hf_families import FAMILIES, NAMES, PLAIN
+from tp_invariant_recipes.sources.hf_families import FAMILIES, NAMES, PLAIN, WHOLE
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
 from tp_invariant_recipes.sources.weights import SHOWN, Checkpoint
 from tp_invariant_recipes.start import lazy_imports
+
+# Fields of transformers' classes that no training reads, or that others here compare.
+INERT = {
+    *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
+    *("max_position_embeddings", "output_router_logits", "router_aux_loss_coef", "pretraining_tp", "intermediate_size"),
+    *("max_window_layers", "rope_parameters", "layer_types", "_sliding_window_pattern"),
+}
 
 
 def family_of(model: Mapping[str, Any]) -> Family | str:
@@ -63,7 +70,8 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
         with _reading(family):
             config = _config(checkpoint.folder)
             sizes, fixed = _sizes(family, config), _fixed(family, config)
-            if (kinds := family.layer_types(sizes)) not in (None, getattr(config, "layer_types", None)):
+            kinds = family.layer_types(sizes) or [WHOLE] * sizes["num_hidden_layers"]
+            if "layer_types" not in sizes and getattr(config, "layer_types", kinds) not in (kinds, None):
                 fixed.append(f"layer_types other than {value_text(kinds)}")
             wanted = dict(family.tensors(sizes))
     except ValueError as error:
@@ -158,8 +166,14 @@ def _sizes(family: Family, config: Any) -> dict[str, Any]:
 
 
 def _fixed(family: Family, config: Any) -> list[str]:
-    values = {key: getattr(config, key) for key in family.fixed if hasattr(config, key)}
-    wanted = family.fixed
+    """Return the settings that change what a model computes and that tpi does not know, of all that its class reads."""
+    from transformers import PretrainedConfig
+
+    read = (
+        type(config)().to_dict().keys() - PretrainedConfig().to_dict().keys() - {*type(config).attribute_map.values()}
+    )
+    wanted = {key: getattr(type(config)(), key) for key in read - family.fields.keys() - INERT} | {**family.fixed}
+    values = {key: getattr(config, key) for key in sorted(wanted) if hasattr(config, key)}
     return [f"{key}={value_text(value)}" for key, value in values.items() if (value or None) != (wanted[key] or None)]
 
 

@@ -95,6 +95,15 @@ CHANGED = {
     "its config.json has use_sliding_window=true, and tpi imports no such model": lambda config, _: config.update(
         use_sliding_window=True, sliding_window=16
     ),
+    'its config.json has layer_types other than ["full_attention", "full_attention"]': lambda config, _: config.update(
+        layer_types=["sliding_attention", "full_attention"]
+    ),
+    "scales no rotary frequencies by {'rope_theta': 1000000": lambda config, _: config["rope_parameters"].update(
+        partial_rotary_factor=0.5
+    ),
+    "its config.json has attention_bias=true, and tpi imports no such model": lambda config, _: config.update(
+        attention_bias=True
+    ),
     "its tie_word_embeddings is false; model.share_embeddings_and_output_weights=false, not true": lambda config, _: (
         config.update(tie_word_embeddings=False)
     ),
@@ -116,6 +125,41 @@ CHANGED = {
 @pytest.mark.parametrize("says", CHANGED)
 def test_other_weights_are_refused(tmp_path, says):
     assert says in _problems(hf_folders.make(tmp_path / "a", TOY, change=CHANGED[says]))
+
+
+@pytest.mark.parametrize(
+    "model, field, value",
+    (
+        ("gemma3_1b", "use_bidirectional_attention", True),
+        ("qwen25_toy", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen3_moe_toy", "hidden_act", "gelu"),
+        ("glm45_toy", "partial_rotary_factor", 0.25),
+        ("olmoe_toy", "clip_qkv", 8.0),
+        ("llama32_toy", "mlp_bias", True),
+    ),
+)
+def test_a_field_that_changes_what_is_computed_is_refused_by_name(tmp_path, model, field, value):
+    """Also one that no row names: every field that transformers' class reads has its default or is known."""
+    section = hf_folders.model_section(model)
+    family = hf_models.family_of(section)
+    config = hf_models.config_of(family, section, "bfloat16")
+
+    def wrong(name: str, config: dict) -> list[str]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "model.safetensors").write_bytes(hf_folders.file({}))
+        return [line for line in hf_models.problems(section, weights.read(tmp_path / name)) if "tensor" not in line]
+
+    assert wrong("a", config) == []  # the control
+    assert any(field in line for line in wrong("b", config | {field: value}))
+
+
+def test_frequencies_that_llama_2_has_stored_are_no_weights(tmp_path):
+    def older(config, tensors):
+        for layer in range(2):
+            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = ("F32", (8,), bytes(32))
+
+    assert _problems(hf_folders.make(tmp_path / "a", TOY, change=older)) == ""
 
 
 def test_a_tied_output_layer_may_be_stored_twice(tmp_path):
