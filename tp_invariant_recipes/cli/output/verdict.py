@@ -1,7 +1,6 @@
 """The end of a command: its result, for people or for programs, and its exit status."""
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
@@ -16,12 +15,3 @@ def finish(result: Result, *, as_json: bool, indent: int | None = None) -> NoRet
     else:
         terminal.print_all(terminal.console(), result.lines())
     raise typer.Exit(result.exit_status)
-
-
-def end(result: Any, status: int, show: Callable[[], None], *, as_json: bool) -> NoReturn:
-    """Print a result as JSON, or have it shown, and end with a status."""
-    if as_json:
-        terminal.print_json(result)
-    else:
-        show()
-    raise typer.Exit(status)
