@@ -87,7 +87,8 @@ class Lines:
         self.plan, self.console = plan, console
         self.tail = Tail(plan.run_dir.progress, plan.steps)
         self.printed = 0.0
-        self.position: int | None = 0 if log else None
+        before = plan.run_dir.bridge_log.stat().st_size if plan.run_dir.bridge_log.exists() else 0
+        self.position = before if log else None  # an earlier attempt's lines are not news
 
     def __enter__(self) -> "Lines":
         ranks = counted(self.plan.layout.world, f"{self.plan.device} rank")

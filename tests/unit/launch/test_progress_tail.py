@@ -95,6 +95,17 @@ def test_the_first_step_says_where_the_seconds_went(plan, progress_file, kind):
     assert output.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1
 
 
+def test_the_log_of_an_earlier_attempt_is_not_repeated(plan):
+    plan.run_dir.logs.mkdir()
+    plan.run_dir.bridge_log.write_text("earlier\n")
+    output = io.StringIO()
+    with Lines(plan, Console(file=output), log=True) as tick:
+        with plan.run_dir.bridge_log.open("a") as log:
+            log.write("new\n")
+        tick()
+    assert output.getvalue().splitlines() == ["starting 2 cpu ranks …", "new"]
+
+
 def test_a_count_estimates_the_rest_from_what_was_done_since_it_began(monkeypatch):
     now, output = [0.0], io.StringIO()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
