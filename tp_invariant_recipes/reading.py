@@ -24,6 +24,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from gzip import GzipFile
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TypeVar, overload
 
@@ -107,7 +108,7 @@ Layout = dict[str, Integer | bool]
 Listed = Annotated[tuple[T, ...], Bounds(strict=False)]  # a list of the file
 
 
-def open_file(file: Path) -> BinaryIO:
+def open_file(file: Path) -> BufferedReader:
     """Open a file for reading, at once. OSError: as `open`, or it is a FIFO, a device or a socket.
 
     Those would wait for another process or never end. A pipe that the shell hands over is read: `<(zcat …)`.

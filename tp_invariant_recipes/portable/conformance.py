@@ -103,7 +103,7 @@ def built_in() -> Recording:
 
 
 def read(file: Path = BUILT_IN) -> Recording:
-    """Read a recording, or the JSON of card_script.py. RunError: it cannot be read, or is neither."""
+    """Read a recording, or the JSON of its script. RunError: it cannot be read, or is neither."""
     try:
         data = read_limited(file, LIMIT)
         if data[:1] == b"{" and b"\0" not in data[:8]:  # JSON; a safetensors file begins with a length of 8 bytes

@@ -5,11 +5,8 @@ from dataclasses import replace
 from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
 from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.settings.schema import PROVIDER
 
 PACKED, REPEATED = "dataset.enable_offline_packing", "model.mtp_use_repeated_layer"
-# What this file reads beside the degrees of parallelism, D and C.
-OTHERS_READ = ("numerics.mode", "model.num_moe_experts", REPEATED, f"dataset.{PROVIDER}", PACKED)
 
 
 def groups(config: RunConfig) -> ExpertGroups | None:

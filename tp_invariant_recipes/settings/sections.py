@@ -237,12 +237,5 @@ OWN_SECTIONS: dict[str, type] = {
     section.name: section.type for section in fields(OwnSections) if isinstance(section.type, type)
 }
 
-# Keys that hold a path.
-PATHS = (
-    *("run.dir", "data.path", "data.cache", "data.tokenizer", "weights.folder", "recipe.hf_folder"),
-    *("checkpoint.pretrained_checkpoint", "dataset.dataset_root", "tokenizer.tokenizer_model", "cluster.container"),
-    "cluster.python",
-)
-
 # Keys of ours inside a section of Bridge's: path -> type.
 OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

@@ -16,7 +16,7 @@ from tp_invariant_recipes.config.overrides import texts
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
-from tp_invariant_recipes.settings.sections import OWN_SECTIONS, PATHS
+from tp_invariant_recipes.settings.sections import OWN_SECTIONS
 
 MODELS = conf_files.groups()["model"]
 MISSING = object()
@@ -388,7 +388,10 @@ def test_the_message_does_not_say_a_mistake_twice():
 
 
 @given(
-    st.one_of(st.text(), st.builds("{}={}".format, st.sampled_from([*SHORT_KEYS, *PATHS, "data", "model"]), st.text()))
+    st.one_of(
+        st.text(),
+        st.builds("{}={}".format, st.sampled_from([*SHORT_KEYS, "run.dir", "data", "model"]), st.text()),
+    )
 )
 def test_whatever_is_typed_is_at_worst_a_configuration_error(text):
     with pytest.raises(ConfigError, match="unknown model 'none'"):

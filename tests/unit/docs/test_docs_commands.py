@@ -29,6 +29,7 @@ FOREIGN = {
     "--device",  # scripts/make-certificates
     "--imports",  # scripts/measure-starts
     "--list",  # scripts/gpu
+    "--password",  # of a program that tpi redacts
     "--regen-all",  # pytest-regressions
     "--repeat",
     "--tp",
