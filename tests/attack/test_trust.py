@@ -8,8 +8,9 @@ import yaml
 
 from tests.unit.cli.test_wrong_commands import MESSAGE
 from tp_invariant_recipes.launch import trust
+from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.checkpoints import MANIFEST
-from tp_invariant_recipes.sources import recipe_source
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 EVIL = "open({!r}, 'w').close()\n\ndef small(*arguments):\n    return None\n"
 RAN = "code-was-executed"
@@ -49,7 +50,7 @@ def forge(attack, run, cli, monkeypatch):
     """Forge run directories, and see that a command refuses them and runs nothing."""
     here = Path.cwd()
     monkeypatch.syspath_prepend(here)
-    monkeypatch.setattr(trust, "_trusted", [])
+    monkeypatch.setattr(trust, "trusted", [])
     for name in ("evil.py", "evil_module.py"):
         (here / name).write_text(EVIL.format(str(here / RAN)))
     (here / "evil.yaml").write_text(f"environment: {{PYTHONSTARTUP: {here / 'evil.py'}}}\n")
@@ -161,17 +162,14 @@ RECIPE = "recipe={here}/evil.py:small"
 
 def _own(here: Path) -> None:
     """Make the run one that this user's tpi has written, of the recipe."""
-    model = RECIPE.replace("{here}", str(here))
-    _rewrite(Path("run"), model)
-    _edited(Path("run/config.yaml"), lambda config: config.update(recipe={"source": recipe_source.known_digest(model)}))
-    run = json.loads(Path("run/run.json").read_text())
-    sealed = trust.seal_run(run["model"], run["overrides"], Path("run/config.yaml"), (None, ""))
-    Path("run/run.json").write_text(json.dumps(run | {"seal": sealed}))
+    _rewrite(Path("run"), RECIPE.replace("{here}", str(here)))
+    run = RunDir(Path("run"))
+    run.write(run.run, trust.sealed(run.read_run(RunFile), run.config))
 
 
 # What happens to a run of one's own after it was sealed, and what is said then.
 CHANGES = {
-    "another recipe": (lambda here: (here / "evil.py").open("a").write("\n"), "its file is not the one"),
+    "another recipe": (lambda here: (here / "evil.py").open("a").write("\n"), "somebody has changed it or the recipe"),
     "a file that others can write": (lambda here: (here / "evil.py").chmod(0o666), "others can write"),
     "a folder that others can write": (lambda here: here.chmod(0o777), "others can write"),
     "another override": (lambda here: _rewrite(Path("run"), "lr=1"), "your tpi has not written"),

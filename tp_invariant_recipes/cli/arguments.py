@@ -34,7 +34,7 @@ def _trust(given: bool) -> bool:
     if given:
         from tp_invariant_recipes.launch import trust
 
-        trust.trust_all()
+        trust.trusted.append(True)
     return given
 
 

@@ -331,6 +331,6 @@ def _check_no_live_job(where: RunDir) -> None:
 
 
 def _write_cells(verification: verify.Verification) -> None:
-    verification.directory.write_matrix(trust.sealed_matrix(verification.matrix))
+    verification.directory.write_matrix(trust.sealed(verification.matrix))
     for planned in verification.plans.values():
         record.write(planned, attempt=False)

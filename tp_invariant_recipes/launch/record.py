@@ -30,12 +30,11 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
     if attempt:
         run_dir.disk_full.unlink(missing_ok=True)
         so_far = (*so_far, attempts.started(plan.start, plan.steps, job, plan.layout.as_dict()))
-    model, overrides = plan.composed.model, tuple(texts(plan.composed.overrides))
-    before = trust.sealed(run_dir) if job else (None, "")
+    before = trust.sealing(run_dir) if job else None
     run_dir.write(run_dir.config, plan.config.sections)
     run = RunFile(
-        model=model,
-        overrides=overrides,
+        model=plan.composed.model,
+        overrides=tuple(texts(plan.composed.overrides)),
         device=plan.device,
         layout=plan.layout.as_dict(),
         numerics=plan.config.section("numerics"),
@@ -43,11 +42,10 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
         identity_hash=plan.identity_hash,
         notes=_notes(plan.config),
         attempts=so_far,
-        seal=trust.seal_run(model, overrides, run_dir.config, before),
     )
     run_dir.write(run_dir.environment, environment.recorded(os.environ | plan.environment))
     run_dir.write(run_dir.versions, versions())
-    run_dir.write(run_dir.run, run.as_json())
+    run_dir.write(run_dir.run, trust.sealed(run, run_dir.config, before))
 
 
 def _notes(config: RunConfig) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def rerun(
     Raises a TpiError: this machine cannot carry it, or it would be another run.
     """
     before = RunDir(run).read_run(RunFile)
-    trust.require_run(RunDir(run), before, NOT_REPEATED)
+    trust.require(run, before, RunDir(run).config, NOT_REPEATED)
     # The length stays: how often Megatron goes through the text, and in which order, depends on it. Bridge leaves
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"
@@ -93,7 +93,7 @@ def compose_resumed(run: Path, model: str | None, overrides: Sequence[Override])
     """Compose a run with its recorded overrides and these. Raises ConfigError, RunError."""
     before = RunDir(run).read_run(RunFile)
     typed = [*OF_AN_ATTEMPT, *(override.path for override in overrides)]
-    trust.require_run(RunDir(run), before, typed, typed_model=resumes_model(run, model, before))
+    trust.require(run, before, RunDir(run).config, typed, typed_model=resumes_model(run, model, before))
     kept = parse_all(resume_rules.kept(before.numerics))  # another layout has other defaults
     return _compose_as(before, [*_recorded(before, OF_AN_ATTEMPT), *kept, *overrides])
 
@@ -127,10 +127,10 @@ def overrides_to_repeat(
 ) -> list[Override]:
     """Return the overrides that repeat a run elsewhere, including its device and numerics.
 
-    before: its `run.json`. typed, typed_model: as for `trust.require_run`, which raises ConfigError.
+    before: its `run.json`. typed, typed_model: as for `trust.require`, which raises ConfigError.
     """
     without = [*NOT_REPEATED, *(override.path for override in typed)]
-    trust.require_run(run_dir, before, without, typed_model=typed_model)
+    trust.require(run_dir.path, before, run_dir.config, without, typed_model=typed_model)
     repeated = _recorded(before, NOT_REPEATED)
     decided = {"device": before.device, "numerics": before.numerics["mode"]}
     missing = {

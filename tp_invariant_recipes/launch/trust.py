@@ -9,7 +9,7 @@ can change it. Of other folders, what is typed again runs, or everything with --
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,93 +32,86 @@ RUN_CODE = (
 )
 # Packages whose functions and classes any run may name.
 PACKAGES = ("megatron", "torch", "transformer_engine", "tp_invariant_recipes")
-_FOREIGN = "your tpi has not written this folder, or somebody has changed it"
+_FOREIGN = "your tpi has not written this folder, or somebody has changed it or the recipe's file"
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
-_trusted: list[bool] = []  # not empty: this command has --trust-recipe
+trusted: list[bool] = []  # not empty: this command has --trust-recipe, and the folders that it reads may run code
 
 
-def trust_all() -> None:
-    """Let the folders that this command reads run code."""
-    _trusted.append(True)
-
-
-def sealed(run_dir: RunDir) -> tuple[Any, str]:
-    """Return what the seal of a run covers, and the seal; empty: it has none."""
+def sealing(run_dir: RunDir) -> tuple[list[Any], str] | None:
+    """Return what the seal of a run covers, and the seal; None: there is no run."""
     try:
         run = run_dir.read_run(RunFile)
-        return _of_run(run.model, run.overrides, run_dir.config), run.seal
+        return _content(run, run_dir.config), run.seal
     except (OSError, ValueError, RunError):
-        return None, ""
+        return None
 
 
-def seal_run(model: str, overrides: Sequence[str], config: Path, before: tuple[Any, str]) -> str:
-    """Return the seal of a run whose config.yaml is written; empty: it cannot be sealed.
+def sealed[R: (RunFile, Matrix)](
+    record: R, config: Path | None = None, before: tuple[list[Any], str] | None = None
+) -> R:
+    """Return the file of a run, or of runs that are planned, with its seal.
 
-    before: as `sealed` had it. A job keeps the seal of what it does not change: its container may lack the user's key.
+    config: of a run: its config.yaml, which is written. before: the run that a job continues, as `sealing` had it,
+    whose seal counts if nothing of it changes: the job's container may lack the user's key.
     """
-    now = _of_run(model, overrides, config)
-    return before[1] if before == (now, before[1]) and before[1] else seal.seal(now)
+    content = _content(record, config)
+    return replace(record, seal=before[1] if before and before[0] == content else seal.seal(content))
 
 
-def sealed_matrix(matrix: Matrix) -> Matrix:
-    """Return planned runs with the seal of their fields and of the file of their recipe."""
-    return replace(matrix, seal=seal.seal(_of_matrix(matrix)))
+def require(
+    where: Path,
+    record: RunFile | Matrix,
+    config: Path | None = None,
+    without: Iterable[str] = (),
+    *,
+    typed_model: bool = False,
+) -> None:
+    """Raise ConfigError that lists what a run, or planned runs, name that must not run.
 
-
-def require_run(run_dir: RunDir, run: RunFile, without: Iterable[str] = (), *, typed_model: bool = False) -> None:
-    """Raise ConfigError that lists what a run names that must not run.
-
-    without: paths of overrides that are typed again or left out. typed_model: whether the model is typed again.
+    config: as for `sealed`. without: paths of overrides that are typed again or left out. typed_model: whether the
+    model is typed again.
     """
-    own, dropped = _is_own(run_dir, run), {*without}
-    overrides = [override for override in parse_all(run.overrides) if override.path not in dropped]
-    recorded = (run_dir.read_config().get("recipe") or {}).get("source") if own else None
-    _require(run_dir.path, None if typed_model else run.model, overrides, own=own, source=recorded)
+    if trusted:
+        return
+    own, dropped = _is_own(record, config), {*without}
+    overrides = () if own else parse_all(_overrides(record))
+    problems = [
+        _refusal(where, override.text)
+        for override in overrides
+        if override.path not in dropped and _runs_code(override)
+    ]
+    if not typed_model and recipe_source.is_users(record.model):
+        file = recipe_source.file_of(record.model) if own else None
+        if why := seal.others_can_change(file) if file else _FOREIGN:
+            problems.append(_refusal(where, record.model, why))
+    refuse(problems)
 
 
 def require_config(run_dir: RunDir, run: RunFile) -> None:
     """Raise ConfigError that lists what the config.yaml of a run names that must not run."""
-    if not _trusted and not _is_own(run_dir, run):
+    if not trusted and not _is_own(run, run_dir.config):
         leaves = _leaves(run_dir.read_config(), "")
         refuse([_refusal(run_dir.path, f"{path}={value}") for path, value in leaves if _imports(path, value)])
 
 
-def require_matrix(where: Path, matrix: Matrix) -> None:
-    """Raise ConfigError that lists what planned runs name that must not run."""
-    overrides = parse_all(dict.fromkeys(text for cell in matrix.cells for text in cell.overrides))
-    own = seal.is_own(_of_matrix(matrix), matrix.seal)
-    _require(where, matrix.model, overrides, own=own, source=recipe_source.known_digest(matrix.model) if own else None)
+def _content(record: RunFile | Matrix, config: Path | None) -> list[Any]:
+    """Return what a seal covers. Raises OSError, ValueError: config.yaml cannot be read."""
+    hashed = hashlib.sha256(read_limited(config, LARGEST_CONFIG)).hexdigest() if config else None
+    return [record.model, _overrides(record), hashed, recipe_source.known_digest(record.model)]
 
 
-def _of_run(model: str, overrides: Sequence[str], config: Path) -> dict[str, Any]:
-    text = read_limited(config, LARGEST_CONFIG)
-    return {"model": model, "overrides": [*overrides], "config": hashlib.sha256(text).hexdigest()}
+def _overrides(record: RunFile | Matrix) -> list[str]:
+    if isinstance(record, RunFile):
+        return [*record.overrides]
+    return [text for cell in record.cells for text in cell.overrides]
 
 
-def _of_matrix(matrix: Matrix) -> dict[str, Any]:
-    return {**matrix.as_json(), "seal": None, "source": recipe_source.known_digest(matrix.model)}
-
-
-def _is_own(run_dir: RunDir, run: RunFile) -> bool:
+def _is_own(record: RunFile | Matrix, config: Path | None) -> bool:
     try:
-        return seal.is_own(_of_run(run.model, run.overrides, run_dir.config), run.seal)
+        return seal.is_own(_content(record, config), record.seal)
     except (OSError, ValueError):
         return False
-
-
-def _require(where: Path, model: str | None, overrides: Sequence[Override], *, own: bool, source: str | None) -> None:
-    if _trusted:
-        return
-    problems = [] if own else [_refusal(where, override.text) for override in overrides if _runs_code(override)]
-    if model is not None and recipe_source.is_users(model):
-        why = None if own else _FOREIGN
-        if own and source != recipe_source.known_digest(model):
-            why = "its file is not the one that this run was composed of"
-        elif own and (file := recipe_source.file_of(model)):
-            why = seal.others_can_change(file)
-        problems += [_refusal(where, model, why)] if why else []
-    refuse(problems)
 
 
 def _refusal(where: Path, what: str, why: str = _FOREIGN) -> str:

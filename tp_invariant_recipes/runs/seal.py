@@ -57,16 +57,9 @@ def _key() -> bytes | None:
 
 
 def _new_key() -> bytes | None:
-    """Write a key, unless another process has; two never replace each other's."""
-    new = _file().with_name(f".seal.{os.getpid()}.new")
+    """Write a key where there is none: a file that another process writes now is whole soon."""
     with suppress(OSError):
-        new.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(descriptor, os.urandom(_BYTES))
-        finally:
-            os.close(descriptor)
-        with suppress(FileExistsError):
-            os.link(new, _file())
-        new.unlink()
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(_file(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(os.urandom(_BYTES))
     return _key()

@@ -119,7 +119,7 @@ def plan_rerun(
     """
     where = MatrixDir(directory)
     requested = where.read_matrix()
-    trust.require_matrix(directory, requested)
+    trust.require(directory, requested)
     if against is not None:
         requested = replace(requested, against=str(against.expanduser().absolute()))
     verdict = judge(directory, _against_path(requested))
@@ -195,7 +195,7 @@ def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = F
     where = verification.directory
     with _interruptible() as stop:
         if not verification.rerun:
-            where.write_matrix(trust.sealed_matrix(verification.matrix))
+            where.write_matrix(trust.sealed(verification.matrix))
         try:
             for cell in verification.cells:
                 if cell.name in verification.anew:
