@@ -64,7 +64,7 @@ def attack(bridge: None, cli, monkeypatch: pytest.MonkeyPatch) -> Attack:
         raise Started
 
     monkeypatch.setattr(ranks, "run", start)
-    monkeypatch.setattr(launch, "validate", lambda planned: None)  # Bridge's own, which takes the import of Bridge
+    monkeypatch.setattr(launch, "validate", lambda planned, **_: "")  # Bridge's own, which takes the import of Bridge
     monkeypatch.setattr(gpus, "visible", lambda: [])
 
     def run(*words: object, allowed: tuple[int, ...] = (0, 2), seconds: float = SECONDS) -> str | None:

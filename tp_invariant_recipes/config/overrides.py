@@ -240,7 +240,9 @@ def hf_folder(overrides: Sequence[Override]) -> str | None:
     if requested is None or not requested.single or requested.data is None:
         return None
     folder = Path(str(requested.data)).expanduser().absolute()
-    if not (folder / "config.json").is_file():
-        why = "no config.json there" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"{requested.text}: {why}")
+    try:
+        read_limited(folder / "config.json", MIB)  # transformers would read it whole
+    except (OSError, ValueError) as error:
+        why = f"config.json: {reason(error)}" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"{requested.text}: {why}") from error
     return str(folder)

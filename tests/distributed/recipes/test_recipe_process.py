@@ -181,12 +181,13 @@ def test_the_first_line_comes_before_the_import(bridge, tmp_path, capsys, monkey
     assert capsys.readouterr().err == f"calling recipe={tmp_path / 'mine.py'}:small, which imports Megatron-Bridge\n"
 
 
-@pytest.mark.parametrize("size", (recipe_source.LARGEST + 1, 10 << 30))
-def test_a_file_that_is_too_large_is_not_read(bridge, tmp_path, size):
-    with (tmp_path / "mine.py").open("w") as file:
-        file.truncate(size)
+@pytest.mark.parametrize("name", ("mine.py", "config.json"))
+def test_a_file_that_is_too_large_is_not_read(bridge, tmp_path, name):
+    (tmp_path / "mine.py").write_text(MINE)
+    with (tmp_path / name).open("w") as file:
+        file.truncate(10 << 30)
     with pytest.raises(ConfigError, match="more than"):
-        compose(f"recipe={tmp_path / 'mine.py'}:small", device="cpu")
+        compose(f"recipe={tmp_path / 'mine.py'}:small", [f"recipe.hf_folder={tmp_path}"] * (name != "mine.py"))
 
 
 def test_variables_that_a_recipe_sets_are_recorded(bridge, tmp_path):
