@@ -37,10 +37,20 @@ def merged(options: Sequence[str], cluster: Path | None = None, model: str | Non
     model:   the text of the file that `model=` GIVEN stands for.
     Raises ConfigError in the words of what failed, naming the file.
     """
+    chosen = [option.split("=", 1) for option in options if option[0] != "~"]
+    files = [(group, cluster if option == GIVEN else conf_files.users_file(group, option)) for group, option in chosen]
+    problems: list[str] = []
+    for group, file in files:
+        try:
+            list(_levels(group, file) if file else ())
+        except ConfigError as error:
+            problems += error.problems
+    refuse(problems)
     with _readable(cluster):
-        texts = tuple((file, _limited(file)) for file in (*_own_files(), *([cluster] if cluster else [])))
+        own = [*sorted(conf_files.user_dir().glob("*/*.yaml")), *([cluster] if cluster else [])]
+        written = tuple((file, (status := file.stat()).st_mtime_ns, status.st_size) for file in own)
         # A copy by OmegaConf takes 25 times as long.
-        tree: DictConfig = pickle.loads(_merged(tuple(sorted(options)), cluster, model, conf_files.conf_dir(), texts))
+        tree: DictConfig = pickle.loads(_merged(tuple(sorted(options)), cluster, model, conf_files.conf_dir(), written))
     return tree
 
 
@@ -69,25 +79,25 @@ def resolved(tree: DictConfig, values: Iterable[tuple[str, Any]], cluster: Path 
 
 @contextmanager
 def _readable(cluster: Path | None) -> Iterator[None]:
-    """Raise what Hydra, YAML and OmegaConf say of files as a ConfigError that names the file."""
+    """Raise what Hydra and OmegaConf say of files as a ConfigError that names the file."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        problems = [*_unreadable(), _first_line(error).replace(f"cluster/{GIVEN}", str(cluster))]
-        raise ConfigError("\n".join(problems), problems) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems = _unreadable() or [_of_yaml(error, conf_files.conf_dir())]
-        raise ConfigError("\n".join(problems), problems) from error
+        raise ConfigError(_first_line(error).replace(f"cluster/{GIVEN}", str(cluster))) from error
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror or error}") from error
 
 
 @cache
 def _merged(
-    options: tuple[str, ...], cluster: Path | None, model: str | None, conf: Path, texts: tuple[tuple[Path, bytes], ...]
+    options: tuple[str, ...],
+    cluster: Path | None,
+    model: str | None,
+    conf: Path,
+    own: tuple[tuple[Path, int, int], ...],
 ) -> bytes:
-    """Return the pickled tree. conf, texts: the folder of tpi's files, and the user's files with what they hold."""
-    with _folders(cluster, model, [file for file, _ in texts]) as folders, _no_plugins():
+    """Return the pickled tree. conf: the folder of tpi's files. own: the user's, when each was written, its size."""
+    with _folders(cluster, model) as folders, _no_plugins():
         paths = ",".join(f'"file://{str(folder).replace(chr(34), chr(92) + chr(34))}"' for folder in folders)
         search = [f"hydra.searchpath=[{paths}]"] if folders else []
         with initialize_config_dir(str(conf), version_base="1.3"), _resolvers():
@@ -107,46 +117,34 @@ def _no_plugins() -> Iterator[None]:
             sys.modules["hydra_plugins"] = there
 
 
-def _own_files() -> list[Path]:
-    return sorted(conf_files.user_dir().glob("*/*.yaml"))
-
-
 def read(file: Path) -> Tree:
     """One file as written, neither composed nor resolved. Raises ConfigError naming the file, and the line."""
     try:
-        _check(file)
+        _bounded(file)
         tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(_of_yaml(error, file)) from error
+        why = str(error).splitlines()[0]
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+            why = f"{error.problem}, line {mark.line + 1}"
+        raise ConfigError(f"{file}: not YAML: {why}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{file}: {_first_line(error)}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: not a mapping of keys to values")
+    refuse([*_calls(f"{file}: defaults", tree.get("defaults"))])
+    refuse([f"{file}: hydra: no such section"] if "hydra" in tree else [])
     return tree
 
 
-def _limited(file: Path) -> bytes:
-    """Return what a file holds. OSError: it is no file. ConfigError: it is too large."""
+def _bounded(file: Path) -> None:
+    """Raise OSError, ValueError: it is no file, or it or what its aliases repeat is too large. It need not be YAML."""
     try:
-        return read_limited(file, MIB)
-    except ValueError as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
-def _check(file: Path) -> None:
-    """OSError: it is no file. ConfigError: it, or its aliases, are too large, or it has what Hydra keeps for itself."""
-    text = _limited(file)
-    try:
-        tree = parse_yaml(text)
+        parse_yaml(read_limited(file, MIB))
     except ValueError as error:
         if not isinstance(error.__cause__, yaml.YAMLError):
-            raise ConfigError(f"{file}: {error}") from error
-        return
-    if isinstance(tree, dict):
-        refuse([*_calls(f"{file}: defaults", tree.get("defaults"))])
-        refuse([f"{file}: hydra: no such section"] if "hydra" in tree else [])
+            raise
 
 
 def unresolved(group: str, field: str, overrides: Sequence[Override]) -> Any:
@@ -159,9 +157,10 @@ def unresolved(group: str, field: str, overrides: Sequence[Override]) -> Any:
     chosen = given(overrides, group)
     file = chosen and (chosen.file or _option(group, chosen.value))
     try:
-        return _written(group, field, file) if file else None
+        own = [text.get(group, text) for text in _levels(group, file)] if file else []
     except ConfigError:
         return None
+    return next((fields[field] for fields in own if isinstance(fields, dict) and field in fields), None)
 
 
 def written(group: str, option: str) -> Tree:
@@ -169,32 +168,25 @@ def written(group: str, option: str) -> Tree:
     return read(_option(group, option))
 
 
-def _written(group: str, field: str, file: Path) -> Any:
-    """Return the field in a file, or in the last of those it builds on that has it."""
-    text = read(file)
-    own = text.get(group, text)
-    if isinstance(own, dict) and field in own:
-        return own[field]
-    bases = [base.rpartition("/")[2] for base in text.get("defaults", ()) if isinstance(base, str)]
-    levels = (_written(group, field, _option(group, base)) for base in reversed(bases) if base != "_self_")
-    return next((value for value in levels if value is not None), None)
-
-
 def paths_in_files(overrides: Sequence[Override]) -> set[str]:
     """Return the dotted paths that the user's own files set of the options that overrides choose."""
-    chosen = {override.path: override for override in overrides if override.group}.values()
-    files = [o.file or conf_files.users_file(o.path, o.value) for o in chosen]
-    return {path for o, file in zip(chosen, files, strict=True) if file for path in _paths(o.path, file)}
+    chosen = {override.path: override for override in overrides if override.group}
+    files = {group: o.file or conf_files.users_file(group, o.value) for group, o in chosen.items()}
+    return {path for group, file in files.items() if file for text in _levels(group, file) for path in flat(text)}
 
 
-def _paths(group: str, file: Path) -> set[str]:
+def _levels(group: str, file: Path) -> Iterator[Tree]:
+    """Yield what a file of an option holds, and after it the files that it builds on."""
     text = read(file)
-    bases = [_option(group, base.rpartition("/")[2]) for base in text.get("defaults", ()) if isinstance(base, str)]
-    return {*flat(text)}.union(*(_paths(group, base) for base in bases if base.stem != "_self_"))
+    yield text
+    for base in reversed(text.get("defaults", ())):
+        if isinstance(base, str) and (built_on := _option(group, base.rpartition("/")[2])).is_file():
+            yield from _levels(group, built_on)
 
 
 def _option(group: str, option: str) -> Path:
-    return conf_files.users_file(group, option) or conf_files.conf_dir() / group / f"{option}.yaml"
+    mine = conf_files.user_dir() / group / f"{option}.yaml"
+    return mine if mine.is_file() else conf_files.conf_dir() / group / f"{option}.yaml"
 
 
 def _lacks(*paths: str) -> Callable[..., bool]:
@@ -248,12 +240,10 @@ def _calls(path: str, value: Any) -> Iterator[str]:
 
 
 @contextmanager
-def _folders(cluster: Path | None, model: str | None, files: Iterable[Path]) -> Iterator[list[Path]]:
+def _folders(cluster: Path | None, model: str | None) -> Iterator[list[Path]]:
     """Give the folders of the user's files, of the file as an option of `cluster`, and of the text as a `model`."""
     with ExitStack() as stack:
         folders = [conf_files.user_dir()] if conf_files.user_dir().is_dir() else []
-        for file in files:
-            _check(file)  # Hydra would wait for a FIFO, and take aliases for values of their own
         if cluster or model:
             folders.append(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpi-"))))
         if cluster:
@@ -265,17 +255,6 @@ def _folders(cluster: Path | None, model: str | None, files: Iterable[Path]) -> 
         yield folders
 
 
-def _unreadable() -> list[str]:
-    """Return what is wrong with the user's files: the words of Hydra and YAML mostly do not name one."""
-    problems = []
-    for file in _own_files():
-        try:
-            read(file)
-        except ConfigError as error:
-            problems.append(str(error))
-    return problems
-
-
 def _first_line(error: HydraException | OmegaConfBaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # what follows is OmegaConf's error
@@ -283,9 +262,3 @@ def _first_line(error: HydraException | OmegaConfBaseException) -> str:
         first = f"{first}: it {NOT_READ}"
     key = getattr(error, "full_key", None)
     return f"{key}: {first}" if key else first
-
-
-def _of_yaml(error: yaml.YAMLError | UnicodeDecodeError, file: Path) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-        return f"{mark.name}: not YAML: {error.problem}, line {mark.line + 1}"
-    return f"{file}: not YAML: {str(error).splitlines()[0]}"

@@ -67,12 +67,15 @@ def out_of_range(draw):
 
 # Texts in the place of an override: characters that are none of tpi's, empty ones, quotes, and words of a shell.
 TEXTS = (
-    "ｔｐ=2", "tp=２", "tр=2", "tp\u200b=2", "\u202etp=2", "tp=2\u00a0", "🎉=1", "seed=٣", "tp=½", "model.num_layers=二",
-    "tp=\udcff", "\udcfe=1", "tp=2\u2028pp=2", "lr=1e−3", "lr=1，5", "", "=", "=2", "tp=", "tp", " ", "\t", "==", "lr=",
-    "model.=1", ".num_layers=1", "model=", "numerics=", "model..num_layers=2", "model.num_layers=", "+", "++", "++=1",
+    "ｔｐ=2", "tp=２", "tр=2", "tp\u200b=2", "\u202etp=2", "tp=2\u00a0", "🎉=1", "seed=٣", "tp=½",
+    "model.num_layers=二", "tp=\udcff", "\udcfe=1", "tp=2\u2028pp=2", "lr=1e−3", "lr=1，5", "", "=",
+    "=2", "tp=", "tp", " ", "\t", "==", "lr=",
+    "model.=1", ".num_layers=1", "model=", "numerics=", "model..num_layers=2", "model.num_layers=",
+    "+", "++", "++=1",
     "mixed_precision.=x", "tp=2 pp=2", "'tp=2'", "tp='2", "tp=[1,", "tp={a", "tp=(2)", "tp=${", "tp=${x", "tp=$(2)",
     "tp=\\2", "tp=[]", "tp=2\n", "|", "&&", ">log", "2>&1", ";", "tp=2,", "#", "*", "~", "~tp", "-", "$HOME", "..",
-    "tp:2", "tp==2", "tp->2", "--tp=2", "-tp=2", "tp+=2", *(f"tp={code}" for code in ("\x1b[31m", "\x07", "\x9b31m")),
+    "tp:2", "tp==2", "tp->2", "--tp=2", "-tp=2", "tp+=2", *(f"tp={code}" for code in ("\x1b[31m",
+    "\x07", "\x9b31m")),
     *(f"{key}=${{{text}}}" for key in ("run.dir", "data.json_key", "tp") for text in ("oc.env:HOME", "now:%Y", "x:1")),
     "mixed_precision.fp8=e4m3", "checkpoint.load=a", "cluster=\x1b]0;owned\x07.yaml", "numerics.virtual_shards=3",
     "model.num_attention_heads=7", "model.hidden_size=7", "tp=3", "pp=3", "mbs=3", "dp=5",
@@ -91,7 +94,8 @@ OVERRIDES = st.one_of(
 )
 WHOLE = (
     "train qwen3_toy --trace 1:2 ledger.trace=2:3", "train qwen3_toy --launcher slurm launcher=local", "train tp=2",
-    "train qwen3_toy --cluster-file site.yaml cluster=h100", "submit qwen3_toy --against a.txt slurm.time=5", "train",
+    "train qwen3_toy --cluster-file site.yaml cluster=h100",
+    "submit qwen3_toy --against a.txt slurm.time=5", "train",
     "submit qwen3_toy --dir b slurm.time=5 --dry-run", "train qwen3_toy --resume a --continue", "train --resume a",
     "train --resume a run.dir=b", "train qwen3_toy checkpoint.ckpt_step=5", "verify qwen3_toy tp=1,2 run.dir=x",
     "show",
@@ -101,7 +105,8 @@ WHOLE = (
     "compare none n\x07o", "certify none", "report runs", "bisect none *", "train --resume a.txt", "logs ~nobody/x",
     "train qwen3_toy cluster=no/such.yaml", "train qwen3_toy --config none", "train qwen3_toy --config a.txt",
     "train qwen3_toy checkpoint.pretrained_checkpoint=a.txt", "verify qwen3_toy tp=1,2 --against none",
-    "data prepare none", "bench qwen3_toy --steps -1", "train qwen3_toy --trace 3:", "audit qwen3_toy --reference =",
+    "data prepare none", "bench qwen3_toy --steps -1", "train qwen3_toy --trace 3:",
+    "audit qwen3_toy --reference =",
 )  # fmt: skip
 LINES = st.one_of(
     st.sampled_from(WHOLE).map(str.split),

@@ -231,11 +231,13 @@ def test_composing_leaves_nothing_behind(site):
         hydra.compose("config", overrides=["cluster=mysite"])
 
 
-def test_a_changed_file_is_read_anew_and_an_equal_one_is_not(site, monkeypatch):
+def test_a_changed_file_is_read_anew_and_the_same_one_is_not(site, monkeypatch):
     nodes = [cluster(site(f"gpus_per_node: {count}\n"))["gpus_per_node"] for count in (2, 4)]
     assert nodes == [2, 4]
+    mine = site("gpus_per_node: 4\n")
+    cluster(mine)
     monkeypatch.setattr(hydra_tree, "compose", None)  # Hydra merges no files
-    assert cluster(site("gpus_per_node: 4\n"), "cluster.ranks_per_node=2")["ranks_per_node"] == 2
+    assert cluster(mine, "cluster.ranks_per_node=2")["ranks_per_node"] == 2
     with pytest.raises(TypeError):
         cluster(site("gpus_per_node: 3\n"))
 
