@@ -85,7 +85,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for file in temporary.iterdir():
+        for file in filter(Path.is_file, temporary.rglob("*")):
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
         sync_folder(temporary)

@@ -210,6 +210,8 @@ def prepare(
         if wrong:
             raise DataError("\n".join([f"unusable text in {source}:", *wrong]))
         index = read_index(folder / "new")
+        if index.tokens == index.documents:
+            raise DataError(f"tokenizer {tokenizer} makes no token of the text in {source}")
         names = {beside(prefix, suffix): beside(folder / "new", suffix) for suffix in SUFFIXES}
         if other := [str(old) for old, new in names.items() if old.exists() and _digest(old) != _digest(new)]:
             raise DataError(f"{few(other, 2)}: other data is in the way; move it, or choose another --output")

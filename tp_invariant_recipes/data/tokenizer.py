@@ -108,9 +108,16 @@ def of_folder(folder: Path) -> Any:
     from transformers import AutoTokenizer  # seconds to import
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for damaged files
         raise DataError(f"tokenizer {folder}: cannot load it: {error}") from error
+    # Without its files transformers makes a tokenizer of special tokens, some kinds with a space as well.
+    if len({*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}) < 2:
+        raise DataError(
+            f"tokenizer {folder}: it makes no token of any text, since it has special tokens alone; a file is missing "
+            "(tokenizer.json, tokenizer.model or the like)"
+        )
+    return tokenizer
 
 
 def _encode_bytes(documents: Iterable[str]) -> "Iterator[np.ndarray]":
@@ -126,7 +133,11 @@ def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[st
 
     for batch in batched(documents, BATCH):
         # verbose=False: documents longer than the model's context are expected here.
-        for ids in tokenizer([*batch], add_special_tokens=False, verbose=False)["input_ids"]:
+        try:
+            rows = tokenizer([*batch], add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception as error:  # as above
+            raise DataError(f"the tokenizer cannot make tokens of the text: {error}") from error
+        for ids in rows:
             array = np.array([*ids, eod], dtype=np.int64)
             if array.max() >= vocab_size:
                 raise DataError(f"the tokenizer made token {array.max()}, but its vocabulary has {vocab_size}")

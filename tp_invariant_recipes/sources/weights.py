@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk: what its files say of themselves, without the tensors' values.
 
 FOLDER/config.json                     the model
-FOLDER/*.safetensors                   length of the header in 8 bytes, the header in JSON, the tensors
+FOLDER/*.safetensors                   the tensors
 FOLDER/model.safetensors.index.json    optional: which file has which tensor
 """
 
@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, listed, reason
 from tp_invariant_recipes.plural import few
@@ -140,49 +140,25 @@ def _indexed(folder: Path, tensors: dict[str, Stored]) -> list[str]:
 
 def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
     """Return the tensors of a file by name. What is wrong is added to `problems`."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, Stored] = {}
     try:
-        return _parsed(file)
+        with open_file(file) as stream:
+            at = 8 + int.from_bytes(stream.read(8), "little")
+        with safe_open(file, "np") as opened:
+            for name in opened.offset_keys():
+                part = opened.get_slice(name)
+                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                if dtype not in DTYPES:
+                    raise ValueError(f"{name} is {dtype}, and tpi takes {', '.join(DTYPES)}")
+                tensors[name] = Stored(file, dtype, shape, at, DTYPES[dtype] * math.prod(shape))
+                at += tensors[name].size
+    except SafetensorError as error:
+        problems.append(f"{file.name}: it is damaged, truncated or no safetensors file: {error}")
     except (OSError, ValueError) as error:
-        problems.append(f"{file.name}: {getattr(error, 'strerror', None) or error}")
-        return {}
-
-
-def _parsed(file: Path) -> dict[str, Stored]:
-    """Raise OSError, ValueError: the file is not what the format asks for."""
-    size = file.stat().st_size
-    with open_file(file) as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, LARGEST_HEADER):
-            raise ValueError("it is truncated or no safetensors file")
-        header = parse_json(stream.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header holds no tensors")
-    header.pop("__metadata__", None)
-    begin, tensors, at = 8 + length, {}, 0
-    for name, entry in sorted(header.items(), key=lambda item: _offsets(*item)):
-        dtype, shape, (first, last) = entry["dtype"], entry["shape"], _offsets(name, entry)
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} is {dtype}, and tpi takes {', '.join(DTYPES)}")
-        if first != at or last - first != DTYPES[dtype] * math.prod(shape):
-            raise ValueError(f"the place of {name} does not fit its shape {shape}")
-        tensors[name] = Stored(file, dtype, tuple(shape), begin + first, last - first)
-        at = last
-    if size != begin + at:
-        raise ValueError(f"it has {size} bytes instead of {begin + at}")
+        problems.append(f"{file.name}: {reason(error)}")
     return tensors
-
-
-def _offsets(name: str, entry: Any) -> tuple[int, int]:
-    """First and last byte of a tensor. Raises ValueError: the entry of the header is none."""
-    if isinstance(entry, dict) and isinstance(entry.get("dtype"), str):
-        shape, offsets = entry.get("shape"), entry.get("data_offsets")
-        if _sizes(shape) and _sizes(offsets) and len(offsets) == 2:
-            return offsets[0], offsets[1]
-    raise ValueError(f"its header does not describe {name}")
-
-
-def _sizes(numbers: Any) -> TypeGuard[list[int]]:
-    return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
 
 
 def _stamp(file: Path) -> tuple[str, int, int]:

@@ -99,6 +99,33 @@ def hf_folder(tmp_path):
     return folder
 
 
+@pytest.mark.parametrize("kind", ("LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "T5Tokenizer"))
+def test_a_tokenizer_that_lost_its_vocabulary_is_refused(tmp_path, kind):
+    """transformers loads it, and makes no token of any text."""
+    (tmp_path / "lost").mkdir()
+    tokens = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    (tmp_path / "lost" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind} | tokens))
+    with pytest.raises(DataError, match=r"lost: it makes no token of any text.*tokenizer.model|lost: cannot load it"):
+        prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out", str(tmp_path / "lost"))
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    (("BPE", "letters makes no token of the text in"), ("WordLevel", "cannot make tokens of the text: .*UNK")),
+)
+def test_text_without_a_token_is_refused(tmp_path, model, message):
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"a": 0, "b": 1, "</s>": 2}
+    made = tokenizers.models.BPE(words, []) if model == "BPE" else tokenizers.models.WordLevel(words)
+    raw = tokenizers.Tokenizer(made)
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>").save_pretrained(tmp_path / "letters")
+    with pytest.raises(DataError, match=message):
+        prepare(write_texts(tmp_path / "in", a__txt="xyz"), tmp_path / "out", str(tmp_path / "letters"))
+
+
 def _edit(path: Path, change) -> None:
     content = json.loads(path.read_text())
     change(content)

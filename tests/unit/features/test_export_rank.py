@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
-from tp_invariant_recipes.features.export import rank
+from tests import hf_folders
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.features.export import rank, workflow
 from tp_invariant_recipes.features.export.rank import is_weight
+from tp_invariant_recipes.sources import hf_models
 
 FC1 = "decoder.layers.0.mlp.experts.linear_fc1"
 
@@ -27,7 +30,7 @@ def test_a_tensor_larger_than_a_file_has_one_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(rank, "SHARD", 8)
     (tmp_path / "config.json").write_text("{}")
     tensors = {"large": torch.ones(4), "a": torch.ones(1), "b": torch.ones(1)}
-    rank.write(tmp_path, tensors.items(), set(tensors))
+    rank.write(tmp_path, tensors.items(), {n: tuple(t.shape) for n, t in tensors.items()}, torch.float32)
     files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {"a": files[1], "b": files[1], "large": files[0]}
@@ -46,3 +49,23 @@ def test_the_adapter_of_all_experts_lies_where_those_of_each_have_their_dimensio
     of_all = rank.of_all_experts(each)
     for name in ("global_shape", "global_offset", "axis_fragmentations", "prepend_axis_num", "local_shape"):
         assert getattr(of_all, name) == getattr(shared, name), name
+
+
+def test_every_file_of_the_tokenizer_is_copied_and_no_format_of_other_weights(tmp_path):
+    config = compose("qwen3_toy", ["numerics=stock"], device="cpu").config
+    source = hf_folders.make(tmp_path / "hf", config.model)
+    names = ["additional_chat_templates/tool.jinja", "chat_template.jinja", "generation_config.json", "merges.txt"]
+    names += ["special_tokens_map.json", "spiece.model", "tokenizer.model", "vocab.bpe"]
+    for name in [*names, "README.md"]:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    before = json.loads((source / "config.json").read_text())
+    added = {"quantization_config": {"quant_method": "gptq"}, "compression_config": {}, "torch_dtype": "float16"}
+    (source / "config.json").write_text(json.dumps(before | added))
+    config = config.with_fields("weights", folder=str(source))
+    (tmp_path / "out").mkdir()
+    family = hf_models.family_of(config.model)
+    copied = workflow._describe(tmp_path / "out", config, family, masters=False)
+    assert sorted(copied) == names
+    assert all((tmp_path / "out" / name).read_text() == name for name in names)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == before

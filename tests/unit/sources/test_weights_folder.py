@@ -117,7 +117,9 @@ CHANGED = {
     "the shape of model.layers.0.mlp.up_proj.weight [128, 256] instead of [256, 128]": lambda _, tensors: _as(
         tensors, UP.format(0), shape=(128, 256)
     ),
-    "model.norm.weight is F8_E4M3, and tpi takes BF16, F16, F32": lambda _, tensors: _as(tensors, NORM, "F8_E4M3"),
+    "model.norm.weight is F8_E4M3, and tpi takes BF16, F16, F32": lambda _, tensors: _as(
+        tensors, NORM, "F8_E4M3", data=tensors[NORM][2][::2]
+    ),
     "its config.json is none of Qwen3ForCausalLM": lambda config, _: config.update(num_attention_heads=0),
 }
 
@@ -217,22 +219,17 @@ def _other_format(folder) -> None:
 
 
 ENTRY = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
-TRUNCATED = f"{SECOND}: it is truncated or no safetensors file"
+DAMAGE = f"{SECOND}: it is damaged, truncated or no safetensors file"
 # What is damaged, and what is said.
 DAMAGED = (
-    (lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size - 2), f"{SECOND}: it has "),
-    (lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes() + b"x"), f"{SECOND}: it has "),
-    (lambda folder: os.truncate(folder / SECOND, 0), TRUNCATED),
-    (lambda folder: (folder / SECOND).write_bytes((2).to_bytes(8, "little") + b"{]"), f"{SECOND}: "),
-    (lambda folder: (folder / SECOND).write_bytes((2**60).to_bytes(8, "little") + b"{}"), TRUNCATED),
-    (
-        lambda folder: (folder / SECOND).write_bytes(_header(a=ENTRY, b=ENTRY)),
-        f"{SECOND}: the place of b does not fit its shape [2]",
-    ),
-    (
-        lambda folder: (folder / SECOND).write_bytes(_header(a=ENTRY | {"shape": [True, -1]})),
-        f"{SECOND}: its header does not describe a",
-    ),
+    (lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size - 2), DAMAGE),
+    (lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes() + b"x"), DAMAGE),
+    (lambda folder: os.truncate(folder / SECOND, 0), f"{SECOND}: "),
+    (lambda folder: (folder / SECOND).write_bytes((2).to_bytes(8, "little") + b"{]"), DAMAGE),
+    (lambda folder: (folder / SECOND).write_bytes((2**60).to_bytes(8, "little") + b"{}"), DAMAGE),
+    (lambda folder: (folder / SECOND).write_bytes(_header(a=ENTRY, b=ENTRY)), DAMAGE),
+    (lambda folder: (folder / SECOND).write_bytes(_header(a=ENTRY | {"shape": [True, -1]})), DAMAGE),
+    (lambda folder: (folder / SECOND).write_bytes(_header(a=ENTRY | {"data_offsets": [0, 2**62]})), DAMAGE),
     (lambda folder: (folder / SECOND).unlink(), f"{INDEX} names {SECOND}, and there is no such file"),
     (
         lambda folder: _indexed(folder, NORM, "../model.safetensors"),
@@ -340,7 +337,7 @@ def test_large_exports_have_several_files_and_an_index(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "SHARD", 100)
     (tmp_path / "config.json").write_text("{}")
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in (("a", 10), ("b", 20), ("c", 10))}
-    export.write(tmp_path, iter(tensors.items()), {*tensors})
+    export.write(tmp_path, iter(tensors.items()), {n: tuple(t.shape) for n, t in tensors.items()}, torch.float32)
     names = [f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")]
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
     results = weights.read(tmp_path).tensors
@@ -354,7 +351,7 @@ def test_an_export_of_other_tensors_is_a_defect(tmp_path):
 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="wrote other tensors than the architecture has: b"):
-        export.write(tmp_path, iter([("a", torch.zeros(1))]), {"a", "b"})
+        export.write(tmp_path, iter([("a", torch.zeros(1))]), {"a": (1,), "b": (1,)}, torch.float32)
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path):

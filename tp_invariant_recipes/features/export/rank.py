@@ -1,10 +1,9 @@
 """A process that turns a checkpoint of a run into the files of a Hugging Face folder, on the CPU."""
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,10 +79,10 @@ class Export:
             else:
                 self._write_adapted(self.adapters)
 
-    def _names(self) -> set[str]:
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         family = hf_models.family_of(self.model)
         assert not isinstance(family, str)
-        return {name for name, _ in family.tensors(family.sizes(self.model))}
+        return dict(family.tensors(family.sizes(self.model)))
 
     def _chunks(self) -> list[Any]:
         chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
@@ -112,7 +111,7 @@ class Export:
         (self.folder / CONFIG).unlink()
 
     def _write(self, chunks: list[Any]) -> None:
-        write(self.folder, self._tensors(chunks), self._names())
+        write(self.folder, self._tensors(chunks), self._shapes(), next(chunks[0].parameters()).dtype)
         if wrong := hf_models.problems(self.model, read(self.folder)):  # here transformers is imported already
             raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
 
@@ -272,35 +271,32 @@ def is_weight(name: str) -> bool:
     return not name.rpartition(".")[2].startswith("_extra_state")
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], wanted: set[str]) -> None:
-    """Write tensors as they come, in files of about SHARD bytes, with an index. RunError: they are not those wanted."""
-    held: dict[str, Tensor] = {}
-    index: dict[str, int] = {}  # tensor -> number of its file
-    written: list[Path] = []
-    for name, tensor in tensors:
-        if held and sum(held_tensor.nbytes for held_tensor in held.values()) + tensor.nbytes > SHARD:
-            written.append(_part(folder, len(written), held))
-            held = {}
-        held[name], index[name] = tensor, len(written)
-    written.append(_part(folder, len(written), held))
-    if wrong := sorted(wanted ^ index.keys()):
-        raise RunError(f"Megatron-Bridge wrote other tensors than the architecture has: {wrong[0]}")
-    names = [f"model-{n + 1:05}-of-{len(written):05}.safetensors" for n in range(len(written))]
-    if len(written) == 1:
-        names = ["model.safetensors"]
-    for part, name in zip(written, names, strict=True):
-        os.rename(part, folder / name)
-    if len(written) > 1:
-        total = sum((folder / name).stat().st_size for name in names)
-        map_ = {name: names[number] for name, number in sorted(index.items())}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": map_}, indent=2) + "\n"
-        (folder / INDEX).write_text(text, encoding="utf-8")
+def write(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    """Write tensors as they come, in files of about SHARD bytes, with an index. RunError: they are not those wanted.
 
-
-def _part(folder: Path, number: int, tensors: dict[str, Tensor]) -> Path:
+    wanted: name -> shape. dtype: of nearly all. A file is written once it is complete.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    file = folder / f"part-{number}"
-    save_file(tensors, file, metadata={"format": "pt"})
-    shutil.copymode(folder / CONFIG, file)  # it is for its owner's eyes alone
-    return file
+    expected = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in wanted.items()}
+    split = split_torch_state_dict_into_shards(expected, max_shard_size=SHARD)
+    held: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
+    missing, total = {*wanted}, 0
+    for name, tensor in tensors:
+        if name not in missing:
+            raise RunError(f"Megatron-Bridge wrote other tensors than the architecture has: {name}")
+        missing.remove(name)
+        total += tensor.nbytes
+        file = split.tensor_to_filename[name]
+        held[file][name] = tensor
+        if len(held[file]) == len(split.filename_to_tensors[file]):
+            save_file(held.pop(file), folder / file, metadata={"format": "pt"})
+            shutil.copymode(folder / CONFIG, folder / file)  # it is for its owner's eyes alone
+    if missing:
+        raise RunError(f"Megatron-Bridge wrote other tensors than the architecture has: {min(missing)}")
+    if split.is_sharded:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

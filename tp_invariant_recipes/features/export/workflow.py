@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
+from tp_invariant_recipes.data.tokenizer import tokenizer_files
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.launch import local, ranks, trust
@@ -35,11 +36,8 @@ from tp_invariant_recipes.start.bridge import quiet
 if TYPE_CHECKING:
     from tp_invariant_recipes.features.export.rank import Adapters
 
-# Files copied from the Hugging Face folder that a run started from.
-COPIED_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json"),
-)
+# What config.json says of the types of weights, which the written ones need not have.
+OF_TYPES = ("torch_dtype", "quantization_config", "compression_config")
 
 
 @dataclass(frozen=True)
@@ -179,12 +177,13 @@ def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, mast
     copied = []
     if source is not None and _same_model(Path(source), config.model):
         before = parse_object(read_limited(Path(source) / weights.CONFIG, weights.LARGEST_CONFIG))
-        before.pop("torch_dtype", None)  # the earlier name
-        written = before | {"dtype": dtype}
-        for name in COPIED_FILES:
-            if (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, folder / name)
-                copied.append(name)
+        written = {key: value for key, value in before.items() if key not in OF_TYPES} | {"dtype": dtype}
+        for file in [*tokenizer_files(Path(source)), Path(source) / "generation_config.json"]:
+            if file.is_file() and file.name != weights.CONFIG:
+                name = file.relative_to(source)
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, folder / name)
+                copied.append(str(name))
     (folder / weights.CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return tuple(copied)
 
