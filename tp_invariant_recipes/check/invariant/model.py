@@ -20,7 +20,7 @@ from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF, LATENT_O
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.experts import expert_placement
 from tp_invariant_recipes.numerics.megatron import families, hybrid_layers
-from tp_invariant_recipes.numerics.megatron.spec import layers_alike
+from tp_invariant_recipes.numerics.megatron.families import layers_alike
 from tp_invariant_recipes.settings import cuda_graphs, finetuning, low_precision, schema
 from tp_invariant_recipes.settings.delta_net import (
     ATTENTION_GATE,

@@ -104,11 +104,6 @@ AS_THEY_ARE = (
 )
 
 
-def layers_alike(frequency: Any) -> bool:
-    """Whether `model.moe_layer_freq` makes every layer one of experts."""
-    return all(frequency) if isinstance(frequency, list | tuple) else (frequency or 1) == 1
-
-
 def block_of_both(config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's block of dense layers and layers of experts (`model.moe_layer_freq`), as GLM-4.5 has them.
 
@@ -137,7 +132,7 @@ def invariant_layer_spec(config: Any, vp_stage: int | None = None, *, family: st
         specs = families.block(config, vp_stage, family=family).layer_specs
     elif config.experimental_attention_variant == families.DELTA_NET:
         specs = resolve_own(families.DELTA_BLOCK)(config, vp_stage).layer_specs
-    elif config.num_moe_experts and not layers_alike(config.moe_layer_freq):
+    elif config.num_moe_experts and not families.layers_alike(config.moe_layer_freq):
         specs = block_of_both(config, vp_stage).layer_specs
     else:
         stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec

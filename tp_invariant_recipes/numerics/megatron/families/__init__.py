@@ -108,3 +108,8 @@ def block(config: Any, vp_stage: int | None = None, *, family: str) -> Any:
         layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=vp_stage),
         layer_norm=PlainRMSNorm if local else TENorm,
     )
+
+
+def layers_alike(frequency: Any) -> bool:
+    """Whether `model.moe_layer_freq` makes every layer one of experts."""
+    return all(frequency) if isinstance(frequency, list | tuple) else (frequency or 1) == 1
