@@ -12,11 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from tp_invariant_recipes.features.score.engine_scores import LEAST
+from tp_invariant_recipes.plural import counted
+
 LOW, HIGH = 0.8, 1.25  # of a probability ratio that leaves no clip range untouched
 WORST = 20
 ROUNDING = 0.05  # a mean |d| that bf16 alone may give; what is larger has another cause
 SHIFTED = 0.1  # of the mean |d|, where the values of a neighbouring token fit
-EXPLAINED = 0.9  # of the squares of d, by a temperature
+EXPLAINED = 0.9  # of the squares of d, by a temperature; of the sum of |d|, by few tokens
+FEW = 0.05  # of all tokens
 GROWS = 4.0  # times: the last quarter of positions over the first
 
 
@@ -91,15 +95,78 @@ def worst(columns: Columns) -> list[dict[str, Any]]:
 
 
 def suspects(columns: Columns) -> list[str]:
-    """Describe what the differences look like; empty where they are as small as rounding."""
-    size = np.abs(columns.difference).mean()
-    likely = [*_shifted(columns), *_temperature(columns)] if size else []
-    if likely or size <= ROUNDING:
-        return likely
-    return [*_growing(columns)] or [
-        f"the mean difference is {size:.3g}, at all positions alike: other weights, a missing bias, exchanged experts "
-        "or another formula of a layer"
+    """Describe what the differences look like; empty where they are as small as rounding.
+
+    Values that are no logarithm of a probability come first, and count for nothing else.
+    """
+    if not columns.difference.any():
+        return []
+    if units := [*_units(columns)]:
+        return units
+    found, columns = _special_values(columns)
+    if not columns.difference.any():
+        return found
+    likely, size = [*_shifted(columns), *_temperature(columns)], np.abs(columns.difference)
+    if not likely and size.mean() > ROUNDING:
+        likely = [*_few_tokens(size)] or [*_growing(columns)] or [
+            f"no cause looked for fits: the mean difference is {size.mean():.3g}, at all positions alike, as of other "
+            "weights or another formula of a layer"
+        ]  # fmt: skip
+    return found + likely
+
+
+def _units(columns: Columns) -> Iterator[str]:
+    """Yield what the engine's values are if they are the reference's in other units."""
+    reference, engine = columns.reference, columns.engine
+    nearest = SHIFTED * np.abs(columns.difference).mean()
+    for values, what in (
+        (np.exp(reference), "probabilities, not their logarithms"),
+        (-reference, "negative log-probabilities, without their sign"),
+        (reference / np.log(2), "logarithms to base 2"),
+        (reference / np.log(10), "logarithms to base 10"),
+    ):
+        if np.abs(engine - values).mean() < nearest:
+            yield f"the engine's values are {what}"
+            return
+    if (engine > 0).any():
+        yield f"{counted(int((engine > 0).sum()), 'value')} of the engine above 0: none is a log-probability"
+
+
+def _special_values(columns: Columns) -> tuple[list[str], Columns]:
+    """Name values that an engine writes where it has none, and return the other tokens."""
+    last = np.append(columns.sequence[1:] != columns.sequence[:-1], [True])
+    zero = (columns.engine == 0) & (columns.reference < -ROUNDING)
+    minus = columns.engine <= LEAST
+    ends = f", {int((zero & last).sum())} of them the last of a sequence" if (zero & last).any() else ""
+    found = [
+        f"{counted(int(tokens.sum()), 'token')} with {value}{why}"
+        for tokens, value, why in (
+            (
+                zero,
+                "0.0",
+                f"{ends}: the engine has not scored them (padding, tools, an end); mask them, or write null",
+            ),
+            (
+                minus,
+                "-inf",
+                ": a filter such as top_k has left them no probability; take the values before it",
+            ),
+        )
+        if tokens.any()
     ]
+    kept = ~(zero | minus)
+    return found, Columns(*(getattr(columns, field.name)[kept] for field in fields(columns)))
+
+
+def _few_tokens(size: np.ndarray) -> Iterator[str]:
+    """Yield that few tokens have nearly all of the differences."""
+    largest = np.sort(size)[::-1]
+    number = int(np.searchsorted(np.cumsum(largest), EXPLAINED * size.sum())) + 1
+    if number <= FEW * len(size):
+        yield (
+            f"{counted(number, 'token')} of {len(size)} {'has' if number == 1 else 'have'} {EXPLAINED:.0%} of the "
+            "differences; no cause looked for fits them"
+        )
 
 
 def _shifted(columns: Columns) -> Iterator[str]:
