@@ -205,5 +205,5 @@ def check_id(name: Any) -> str | int:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file that hold something, numbered from 1 on."""
-    return enumerate((line for _, line in read_lines(file) if line.strip()), 1)
+    """Yield the lines of a file that hold something, with their numbers in it."""
+    return ((number, line) for number, line in read_lines(file) if line.strip())

@@ -7,6 +7,8 @@ import pytest
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.inference import batches
+from tp_invariant_recipes.features.rollouts import prompts
+from tp_invariant_recipes.features.rollouts.requests import Sampling
 
 
 def encode(text, special):
@@ -80,7 +82,7 @@ def test_a_survey_lists_lines(tmp_path):
     file.write_text('{"tokens": [1, 2]}\n\n{"tokens": [1]}\nno json\n{"tokens": [1, 2, 3]}\n')
     with pytest.raises(ConfigError) as error:
         sequences.survey(file, 256, None)
-    assert [problem.partition(": ")[0] for problem in error.value.problems] == [f"{file}, line {n}" for n in (2, 3)]
+    assert [problem.partition(": ")[0] for problem in error.value.problems] == [f"{file}, line {n}" for n in (3, 4)]
     file.write_text('{"tokens": [1, 2]}\n{"tokens": [1, 2, 3]}\n')
     read = sequences.survey(file, 256, None)
     assert (read.sequences, read.longest) == (2, 3)
@@ -130,3 +132,13 @@ def test_a_file_without_sequences_is_refused(tmp_path):
     file.write_bytes(b"\n \n")
     with pytest.raises(ConfigError, match="no sequences in it"):
         sequences.survey(file, 256, None)
+
+
+def test_prompts_name_the_line_of_the_file_and_a_byte_order_mark(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": [1]}\n\n \nno json\n')
+    with pytest.raises(ConfigError, match=r"p.jsonl, line 4: not JSON"):
+        prompts.read(file, None, Sampling())
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": [1]}\n')
+    with pytest.raises(ConfigError, match=r"line 1: it begins with a byte order mark"):
+        prompts.read(file, None, Sampling())

@@ -62,7 +62,7 @@ def read(file: Path, tokenizer: Codec | None, sampling: Sampling) -> list[Reques
     requests: list[Request] = []
     problems: list[str] = []
     try:
-        for number, line in enumerate((line for _, line in read_lines(file) if line.strip()), 1):
+        for number, line in ((n, line) for n, line in read_lines(file) if line.strip()):
             try:
                 requests.append(parse(line, number, tokenizer, sampling))
             except (ValueError, TypeError, OverflowError, TpiError) as error:
