@@ -11,7 +11,7 @@ from typing import Any
 from tp_invariant_recipes.data.tokenizer import FOLDER, identify, open_tokenizer
 from tp_invariant_recipes.errors import ConfigError, DataError, listed, reason
 from tp_invariant_recipes.plural import few
-from tp_invariant_recipes.reading import parse_object, read_lines
+from tp_invariant_recipes.reading import MIB, parse_object, read_limited, read_lines
 from tp_invariant_recipes.settings.finetuning import TRAINING, VALIDATION
 
 # Problems that a message lists; a file that is no JSONL has one a line.
@@ -55,12 +55,15 @@ def read_examples(
     chat: bool,
     sequences: int = 1,
     vocabulary: int | None = None,
+    template: str | None = None,
+    template_file: Path | None = None,
 ) -> Examples:
     """Read and check the files of a folder.
 
     files: names; each must be there. tokenizer: a local folder of Hugging Face; None: check the examples alone.
     columns: keys of texts that each example must have. chat: whether each must be a conversation instead.
-    sequences: of a step. vocabulary: token ids of the model.
+    sequences: of a step. vocabulary: token ids of the model. template, template_file: a chat template in the place of
+    the tokenizer's, or a file of one.
     Raises ConfigError that lists what is wrong, with file and line.
     """
     read = [_read(folder / name, tuple(columns), chat) for name in files]
@@ -76,13 +79,17 @@ def read_examples(
             opened = open_tokenizer(identity)
             vocab_size = opened.vocab_size
             digest.update(identity.sha256.encode())
-            if chat and not problems and not opened.has_template:
+            if template_file is not None:  # the identity has its name alone
+                digest.update(read_limited(template_file, MIB))
+            if chat and not problems and not (opened.has_template or template or template_file):
                 problems.append(
                     f"tokenizer.tokenizer_model: {identity.folder} has no chat template, which turns conversations "
                     f"into text"
                 )
     except DataError as error:
         problems.append(f"tokenizer.tokenizer_model: {error}")
+    except (OSError, ValueError) as error:
+        problems.append(f"tokenizer.chat_template_path={template_file}: {reason(error)}")
     if vocabulary is not None and vocab_size > vocabulary:
         problems.append(
             f"tokenizer.tokenizer_model={tokenizer} has {vocab_size} token ids and the model {vocabulary}; the "

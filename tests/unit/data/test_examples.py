@@ -60,3 +60,25 @@ def test_every_file_that_decides_a_token_is_part_of_the_digest(tmp_path, name):
             ).digest
         )
     assert digests[0] != digests[1]
+
+
+def test_a_chat_template_of_its_own_stands_in_the_tokenizers_place(tmp_path):
+    write(tmp_path)
+    (tmp_path / "examples" / "training.jsonl").write_text(json.dumps(GOOD[0]) + "\n")
+
+    def read(**template):
+        return read_examples(
+            tmp_path / "examples", ["training.jsonl"], str(tmp_path / "tokenizer"), (), chat=True, **template
+        ).digest
+
+    with pytest.raises(ConfigError, match="has no chat template"):
+        read()
+    assert read(template="{{ messages }}")
+    file = tmp_path / "chat.jinja"
+    with pytest.raises(ConfigError, match=r"tokenizer.chat_template_path=.*chat.jinja: No such file"):
+        read(template_file=file)
+    digests = set()
+    for text in ("a", "b"):
+        file.write_text(text)
+        digests.add(read(template_file=file))
+    assert len(digests) == 2

@@ -110,7 +110,8 @@ def _named(reading: Reading) -> list[Problem]:
 
 def examples(config: RunConfig) -> Examples | None:
     """Return the examples that a run fine-tunes on, read and checked; None: it does not. Raises ConfigError."""
-    dataset, tokenizer = config.section("dataset"), config.section("tokenizer").get("tokenizer_model")
+    dataset, tokenizers = config.section("dataset"), config.section("tokenizer")
+    tokenizer, template = tokenizers.get("tokenizer_model"), tokenizers.get("chat_template_path")
     if not finetuning.is_sft(dataset) or dataset["dataset_root"] is None:
         return None
     return read_examples(
@@ -121,6 +122,8 @@ def examples(config: RunConfig) -> Examples | None:
         chat=finetuning.is_chat(dataset),
         sequences=config.train["global_batch_size"],
         vocabulary=config.shape.vocabulary,
+        template=tokenizers.get("chat_template"),
+        template_file=Path(template).expanduser() if template else None,
     )
 
 
