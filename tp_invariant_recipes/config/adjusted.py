@@ -33,12 +33,8 @@ KEY = "numerics.adjust"
 PRECISION = "mixed_precision"
 _VARIABLES = "cluster.environment"
 
-_ROUTER = "the invariant router has no fused version"
 _DISPATCH = "tokens go through all-to-all, which adds nothing"
-_OVERLAP = "the invariant sums have an exchange of their own"
-_KERNEL = "the invariant layers stand in its place"
 _MASK = "attention is causal, and nobody reads the data's mask"
-_ROOM = "experts have room for all of their tokens"
 _GRAPHS = "the invariant layers cannot be captured so"
 _PADDED = "the vocabulary is padded as at tp=1, in every layout"
 _CPU = "it needs a GPU"
@@ -244,7 +240,6 @@ ROWS: tuple[Adjustment, ...] = (
          _packs("pad_seq_to_mult", training_rules.uneven)),
     _row(False, "a row has the sequences that it holds", f"{_PACKING}.pad_cu_seqlens",
          _packs("pad_cu_seqlens", lambda t, specs: specs["pad_cu_seqlens"])),
-    _row(True, "a sum of gradients is fp32", f"{PRECISION}.grad_reduce_in_fp32"),
     _row(False, "weights are kept in bf16, and quantized once a step", f"{PRECISION}.fp8_param "
          f"{PRECISION}.fp8_param_gather", lambda t, was: was and low_precision.fp8_layers(t) is not None),
     _row(False, "attention is in bf16, which is more exact", f"{PRECISION}.fp8_dot_product_attention "
@@ -252,33 +247,15 @@ ROWS: tuple[Adjustment, ...] = (
     _row(False, "gradients' memory holds gradients alone", f"{PRECISION}.{low_precision.REUSED}",
          lambda t, was: was and low_precision.fp8_layers(t) is not None),
     _row("fp32", "Megatron-Core's name of it", "model.moe_router_dtype", lambda t, was: was == "float32"),
-    _row(False, _ROUTER, "model.moe_router_fusion"),
     _row(0, "checkpoints of adapters lack the experts' bias", "model.moe_router_bias_update_rate",
          lambda t, was: finetuning.loses_bias(t), unset=True),
-    _row(False, "it is a benchmark's: the model's own router decides", "model.moe_router_force_load_balancing"),
     # Megatron's fused bias and GELU has tanh in place of erf, and so has this function.
     _row("megatron.core.activations.fast_gelu", "the bias' fused GELU is this one", "model.activation_func",
          lambda t, was: _fuses_bias(t) and str(was).endswith(".gelu")),
     _row(False, "the layer itself has added its bias", "model.bias_activation_fusion", lambda t, was: _fuses_bias(t)),
     _row("alltoall", _DISPATCH, "model.moe_token_dispatcher_type", lambda t, was: was == "flex"),
-    _row(
-        False, _OVERLAP, "model.tp_comm_overlap model.delay_wgrad_compute model.overlap_moe_expert_parallel_comm "
-        "model.overlap_dispatch_backward_with_experts_wgrad model.moe_shared_expert_overlap "
-        "model.defer_embedding_wgrad_compute",
-    ),
-    _row(
-        False, _KERNEL, "model.cross_entropy_loss_fusion model.use_grouped_gemm_for_shared_expert "
-        "model.moe_single_grouped_weight model.use_te_activation_func model.use_transformer_engine_op_fuser "
-        "model.fused_residual_rmsnorm model.moe_router_padding_for_quantization model.moe_router_padding_for_fp8 "
-        "model.use_transformer_engine_full_layer_spec model.mla_down_proj_fusion model.fused_single_qkv_rope",
-    ),
-    # Where tokens exceed the room, Megatron's PagedStashRunner computes the step again without both: it drops none.
-    _row(None, _ROOM, "model.moe_expert_rank_capacity_factor"),
-    _row(False, _ROOM, "model.moe_paged_stash"),
-    _row(None, "gate and up stay one after the other", "model.moe_mlp_glu_interleave_size"),
     _row(False, "it changes the sums' order", "model.apply_rope_fusion",
          lambda t, was: was and model_rules.is_latent(t)),
-    _row(True, "cuBLAS may otherwise add in bf16", "model.disable_bf16_reduced_precision_matmul"),
     _row(True, "the other path has no invariant version", "model.use_mamba_mem_eff_path", lambda t, was: was is False),
     _row("auto", "it has no invariant version", "model.attention_backend",
          lambda t, was: was not in (None, "auto", "fused", "unfused", "local")),
@@ -301,7 +278,6 @@ ROWS: tuple[Adjustment, ...] = (
     _row(1, _WHOLE, "model.expert_tensor_parallel_size", _splits_experts),
     _row(expert_groups.groups_of_run, "it follows the layout", "numerics.expert_groups",
          lambda t, was: was not in (None, expert_groups.groups_of_run(t))),
-    _row(False, "activations stay where they are", "model.cpu_offloading model.fine_grained_activation_offloading"),
     _row(_padded_size, _PADDED, "model.vocab_size", lambda t, was: t.model.get("should_pad_vocab")),
     _row(False, _PADDED, "model.should_pad_vocab"),
     _row(_recomputed, "the layers of this run keep it", "model.recompute_modules",

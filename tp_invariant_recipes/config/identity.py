@@ -1,7 +1,6 @@
 """What makes two runs comparable: the model, the data, the optimizer and the seed, whatever the layout or machine."""
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from tp_invariant_recipes.fields import catalogue
@@ -17,30 +16,6 @@ SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "token
 
 # The same of runs that have them.
 OPTIONAL = (finetuning.SECTION,)
-
-# Fields of those sections that are not, and why; beside them fields that change no bits (fields/field.py).
-EXCLUDED = {
-    "how the model is cut": "model.*_parallel_size model.sequence_parallel model.pipeline_model_parallel_layout "
-    "model.num_layers_in_*_pipeline_stage model.account_for_*_in_pipeline_split model.cp_comm_type "
-    "model.pipeline_dtype train.micro_batch_size",
-    "which code computes it": "model._target_ model.transformer_impl model.transformer_layer_spec "
-    "model.hybrid_stack_spec model.attention_backend model.*fusion* model.use_fused_* model.*grouped_gemm* "
-    "model.*token_dispatcher* model.*persist_layer_norm model.cuda_graph_* model.use_te_rng_tracker "
-    "rng.te_rng_tracker model.deterministic_mode model.batch_invariant_mode "
-    "model.disable_bf16_reduced_precision_matmul",
-    "torch adds up a softmax in fp32, and Transformer Engine never reads it": "model.attention_softmax_in_fp32",
-    "when it is computed": "model.recompute_* model.*overlap* model.batch_p2p_comm "
-    "model.microbatch_group_size_per_vp_stage model.*offload* optimizer.*overlap* ddp.*overlap*",
-    "how state is spread over ranks": "optimizer.use_distributed_optimizer "
-    "optimizer.use_layer_wise_distributed_optimizer ddp.use_distributed_optimizer ddp.average_in_collective "
-    "ddp.data_parallel_sharding_strategy ddp.bucket_size",
-    "where a resumed run takes its schedule from": "scheduler.*_opt_param_scheduler",
-    "where a recipe takes the model's sizes from": "model.hf_model_id model.hf_model_revision",
-    "how long it runs": "train.train_iters",
-    "whether the data brings a mask that nobody reads, since attention is causal": "dataset.create_attention_mask",
-    "where the data lies; its digest says what it is": "dataset.blend* dataset.dataset_root",
-}
-PATTERNS = tuple(pattern for patterns in EXCLUDED.values() for pattern in patterns.split())
 
 
 def identity(config: RunConfig, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
@@ -70,12 +45,7 @@ def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the identity that sections of Bridge make."""
     fields = {name: sections.get(name) for name in SECTIONS}
     fields |= {name: sections[name] for name in OPTIONAL if sections.get(name) is not None}
-    return {key: value for key, value in flat(fields).items() if value != {} and not _excluded(key)}
-
-
-def _excluded(key: str) -> bool:
-    listed = any(fnmatchcase(key, pattern) for pattern in PATTERNS)
-    return listed or not catalogue.changes_bits(key)
+    return {key: value for key, value in flat(fields).items() if value != {} and catalogue.in_fingerprint(key)}
 
 
 def flat(sections: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

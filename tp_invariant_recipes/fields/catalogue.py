@@ -61,9 +61,14 @@ def field_at(path: str) -> BridgeField | None:
     return _ALL[name].field(field) if name in _ALL else None
 
 
+def section_rows(name: str) -> Mapping[str, BridgeField]:
+    """Return the rows of a section by their fields; empty: it has none."""
+    return _ALL[name].named if name in _ALL else {}
+
+
 def adjustable() -> Iterable[tuple[str, BridgeField]]:
     """Paths of the fields that `numerics.adjust` sets right by their rows alone."""
-    for name, section in SECTIONS.items():
+    for name, section in _ALL.items():
         for field, row in section.named.items():
             if row.adjusts:
                 yield f"{name}.{field}", row
@@ -103,7 +108,7 @@ def unknown_of_model(given: Iterable[str]) -> list[Problem]:
     return [Problem(f"model.{name}", UNKNOWN, "leave it unset") for name in sorted(names)]
 
 
-def changes_bits(path: str) -> bool:
-    """Whether a field, by its dotted path, may change what a run computes. A field without a row may."""
+def in_fingerprint(path: str) -> bool:
+    """Whether comparable runs have the same value at a dotted path. So it is of a field without a row."""
     name, _, field = path.partition(".")
-    return name not in SECTIONS or SECTIONS[name].field(field.partition(".")[0]).changes_bits
+    return name not in _ALL or _ALL[name].field(field.partition(".")[0]).compared

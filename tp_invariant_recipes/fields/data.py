@@ -29,10 +29,10 @@ _PADDING = "Megatron pads the vocabulary to a multiple of tp, and model.vocab_si
 
 # Of GPTDatasetConfig and of GPTSFTDatasetConfig.
 DATASET = section(
-    row(ANY, "blend blend_per_split data_path dataset_root", _DIGEST),
+    row(ANY, "~blend ~blend_per_split data_path ~dataset_root", _DIGEST),
     row(ANY, "split preprocessing dataset_kwargs max_train_samples mid_level_dataset_surplus tokenizer random_seed "
         "seed sequence_length seq_length", _SEQUENCE),
-    row(BOOL, "eod_mask_loss create_attention_mask add_extra_token_to_sequence "
+    row(BOOL, "eod_mask_loss ~create_attention_mask add_extra_token_to_sequence "
         "drop_last_partial_validation_sequence allow_ambiguous_pad_tokens do_validation do_test", _SEQUENCE),
     row(ANY, "dataloader_type reset_attention_mask enable_offline_packing offline_packing_specs hf_dataset "
         "hf_validation_dataset hf_test_dataset hf_output_root hf_validation_proportion hf_rewrite", _OTHER_RULE),

@@ -78,12 +78,14 @@ class BridgeField:
     why:       what it does to bits, so that other values are refused.
     range:     what a number must be under any numerics.
     adjust_to: what another value becomes where a recipe says it (`numerics.adjust`); NOT_SET: it is refused.
+    fingerprint: whether two comparable runs have the same value (config/identity.py).
     """
 
     allowed: Values
     why: str
     range: Range = NOT_NEGATIVE
     adjust_to: Any = NOT_SET
+    fingerprint: bool = True
 
     @property
     def adjusts(self) -> bool:
@@ -91,9 +93,9 @@ class BridgeField:
         return self.adjust_to is not NOT_SET
 
     @property
-    def changes_bits(self) -> bool:
-        """Whether it may change what a run computes."""
-        return self.why not in NO_BITS
+    def compared(self) -> bool:
+        """Whether it is part of a run's fingerprint: it may change bits, and says what is trained."""
+        return self.fingerprint and self.why not in NO_BITS
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,11 @@ class BridgeSection:
 def row(
     allowed: Values, names: str, why: str, range_: Range = NOT_NEGATIVE, *, adjust_to: Any = NOT_SET
 ) -> dict[str, BridgeField]:
-    """Fields with one reason. names: separated by spaces."""
-    return {name: BridgeField(allowed, why, range_, adjust_to) for name in names.split()}
+    """Fields with one reason. names: separated by spaces; a ~ before those that are no part of a run's fingerprint."""
+    return {
+        name.removeprefix("~"): BridgeField(allowed, why, range_, adjust_to, fingerprint=name[0] != "~")
+        for name in names.split()
+    }
 
 
 def section(*rows: dict[str, BridgeField], otherwise: BridgeField = BridgeField(NONE, UNKNOWN)) -> BridgeSection:

@@ -1,11 +1,15 @@
 """The fields of a model. Somebody has read what each of these does to the order of sums.
 
 Any value is as good as another, unless a rule of check/invariant/ says otherwise. tpi refuses a run that sets a field
-that nobody has read.
+that nobody has read. A ~ is before fields that are no part of a run's fingerprint, as in the other sections: they say
+how a model is cut, which code computes it and when, or where something lies.
 """
 
-from tp_invariant_recipes.fields.field import ANY, NONE, UNKNOWN, row, section
+from tp_invariant_recipes.fields.field import ANY, NONE, NULL, ON, UNKNOWN, only, row, section
 from tp_invariant_recipes.fields.ranges import BELOW_1, COUNT, PART, POSITIVE, SHARE, SIGNED
+
+_OFF = only(False, None)
+_ROOM = "experts have room for all of their tokens"
 
 MODEL = section(
     row(ANY, "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
@@ -18,7 +22,7 @@ MODEL = section(
     row(ANY, "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
         "linear_value_head_dim", "sizes of gated delta nets", COUNT),
     row(ANY, "activation_func activation_func_clamp_value add_bias_linear add_qkv_bias attention_output_gate "
-        "attention_softmax_in_fp32 calculate_per_token_loss "
+        "~attention_softmax_in_fp32 calculate_per_token_loss "
         "experimental_attention_variant gated_linear_unit interleaved_attn_pattern "
         "is_vision_language layernorm_zero_centered_gamma mtp_num_layers mtp_use_repeated_layer "
         "multi_latent_attention normalization qk_layernorm "
@@ -47,54 +51,79 @@ MODEL = section(
     row(ANY, "init_method embedding_init_method output_layer_init_method init_model_with_meta_device "
         "perform_initialization use_cpu_initialization", "weights"),
     row(ANY, "init_method_std embedding_init_method_std", "weights", POSITIVE),
-    row(ANY, "autocast_dtype bf16 disable_bf16_reduced_precision_matmul first_last_layers_bf16 fp4 fp8 "
-        "params_dtype pipeline_dtype", "precision"),
+    row(ANY, "autocast_dtype bf16 first_last_layers_bf16 fp4 fp8 params_dtype ~pipeline_dtype", "precision"),
     row(ANY, "fp4_recipe fp8_amax_compute_algo disable_parameter_transpose_cache fp8_output_proj fp8_recipe "
         "fp8_wgrad tp_only_amax_red num_layers_at_end_in_bf16 num_layers_at_start_in_bf16",
         "read with fp8 or fp4 alone"),
     row(ANY, "fp8_amax_history_len", "read with fp8 or fp4 alone", COUNT),
     row(ANY, "fp8_margin", "read with fp8 or fp4 alone", SIGNED),
-    row(ANY, "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-        "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
-        "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split "
-        "account_for_loss_in_pipeline_split batch_p2p_comm cp_comm_type deallocate_pipeline_outputs "
-        "overlap_p2p_comm variable_seq_lengths", "layout"),
-    row(ANY, "virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage "
-        "num_layers_in_last_pipeline_stage gtp_weight_remat_size microbatch_group_size_per_vp_stage", "layout", COUNT),
-    row(ANY, "apply_rope_fusion attention_backend bias_activation_fusion bias_dropout_fusion "
-        "cross_entropy_loss_fusion cuda_graph_impl cuda_graph_modules cuda_graph_scope delay_wgrad_compute "
-        "deterministic_mode gradient_accumulation_fusion hybrid_stack_spec masked_softmax_fusion "
-        "moe_grouped_gemm moe_permute_fusion moe_token_dispatcher_type persist_layer_norm "
-        "recompute_granularity recompute_method recompute_modules tp_comm_overlap transformer_impl "
-        "transformer_layer_spec use_fused_weighted_squared_relu use_mamba_mem_eff_path use_te_rng_tracker", "code"),
-    row(ANY, "cuda_graph_warmup_steps", "code", SIGNED),
-    row(ANY, "recompute_num_layers", "code", COUNT),
+    row(ANY, "~tensor_model_parallel_size ~pipeline_model_parallel_size ~context_parallel_size "
+        "~expert_model_parallel_size ~expert_tensor_parallel_size ~sequence_parallel "
+        "~pipeline_model_parallel_layout ~account_for_embedding_in_pipeline_split "
+        "~account_for_loss_in_pipeline_split ~batch_p2p_comm ~cp_comm_type deallocate_pipeline_outputs "
+        "~overlap_p2p_comm variable_seq_lengths", "layout"),
+    row(ANY, "~virtual_pipeline_model_parallel_size ~num_layers_in_first_pipeline_stage "
+        "~num_layers_in_last_pipeline_stage gtp_weight_remat_size ~microbatch_group_size_per_vp_stage",
+        "layout", COUNT),
+    row(ANY, "~apply_rope_fusion ~attention_backend ~bias_activation_fusion ~bias_dropout_fusion "
+        "~cuda_graph_impl ~cuda_graph_modules ~cuda_graph_scope "
+        "~deterministic_mode ~gradient_accumulation_fusion ~hybrid_stack_spec ~masked_softmax_fusion "
+        "~moe_grouped_gemm ~moe_permute_fusion ~moe_token_dispatcher_type ~persist_layer_norm "
+        "~recompute_granularity ~recompute_method ~recompute_modules ~transformer_impl "
+        "~transformer_layer_spec ~use_fused_weighted_squared_relu use_mamba_mem_eff_path ~use_te_rng_tracker", "code"),
+    row(ANY, "~cuda_graph_warmup_steps", "code", SIGNED),
+    row(ANY, "~recompute_num_layers", "code", COUNT),
     row(ANY, "mtp_loss_scaling_factor", "read with mtp_num_layers alone"),
-    row(ANY, "cross_entropy_fusion_impl", "read with cross_entropy_loss_fusion alone"),
+    row(ANY, "~cross_entropy_fusion_impl", "read with cross_entropy_loss_fusion alone"),
     row(ANY, "moe_flex_dispatcher_backend moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_sms "
-        "moe_hybridep_num_sms_preprocessing moe_permute_fusion_into_hybridep", "the flex dispatcher alone reads them"),
+        "moe_hybridep_num_sms_preprocessing ~moe_permute_fusion_into_hybridep", "the flex dispatcher alone reads them"),
     row(ANY, "moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda "
         "moe_paged_stash_page_size", "read with moe_paged_stash alone"),
-    row(ANY, "cpu_offloading_num_layers delay_offload_until_cuda_graph "
-        "fine_grained_offloading_max_inflight_offloads min_offloaded_tensor_size offload_modules",
+    row(ANY, "~cpu_offloading_num_layers ~delay_offload_until_cuda_graph "
+        "~fine_grained_offloading_max_inflight_offloads ~min_offloaded_tensor_size ~offload_modules",
         "read with cpu_offloading or fine_grained_activation_offloading alone"),
     row(ANY, "high_priority_a2a_comm_stream", "read with overlap_moe_expert_parallel_comm alone"),
     row(ANY, "keep_mtp_spec_in_bf16", "neither Bridge nor Megatron-Core reads it"),
-    row(ANY, "inference_cuda_graph_scope inference_grouped_gemm_backend moe_pad_experts_for_cuda_graph_inference",
+    row(ANY, "inference_cuda_graph_scope ~inference_grouped_gemm_backend moe_pad_experts_for_cuda_graph_inference",
         "inference"),
     row(ANY, "config_logger_dir finalize_model_grads_func grad_scale_func grad_sync_func no_sync_func "
         "param_sync_func timers", "what training loops set"),
-    row(ANY, "hf_model_id hf_model_revision", "where weights come from"),
+    row(ANY, "~hf_model_id ~hf_model_revision", "where weights come from"),
     row(ANY, "hetereogenous_dist_checkpoint", "how checkpoints name layers"),
     row(NONE, "moe_router_topk_limited_devices fp8_interval expert_gtp_weight_remat_size "
         "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards mlp_chunks_for_training",
         UNKNOWN, COUNT),
     row(NONE, "seq_len_interpolation_factor", UNKNOWN, POSITIVE),
     row(NONE, "moe_input_jitter_eps", UNKNOWN, BELOW_1),
-    row(NONE, "activation_offload_fraction hybrid_attention_ratio hybrid_mlp_ratio", UNKNOWN, SHARE),
-    row(NONE, "moe_router_force_biased mup_attn_scale_power delta_offload_bytes_across_pp_ranks", UNKNOWN, SIGNED),
+    row(NONE, "~activation_offload_fraction hybrid_attention_ratio hybrid_mlp_ratio", UNKNOWN, SHARE),
+    row(NONE, "moe_router_force_biased mup_attn_scale_power ~delta_offload_bytes_across_pp_ranks", UNKNOWN, SIGNED),
+    # Another value of a recipe becomes this one; rules of check/invariant/ refuse it where it is typed.
+    row(_OFF, "~moe_router_fusion", "the invariant router has no fused version", adjust_to=False),
+    row(_OFF, "moe_router_force_load_balancing", "it is a benchmark's: the model's own router decides",
+        adjust_to=False),
+    row(_OFF, "~tp_comm_overlap delay_wgrad_compute ~overlap_moe_expert_parallel_comm "
+        "~overlap_dispatch_backward_with_experts_wgrad ~moe_shared_expert_overlap defer_embedding_wgrad_compute",
+        "the invariant sums have an exchange of their own", adjust_to=False),
+    row(_OFF, "~cross_entropy_loss_fusion ~use_grouped_gemm_for_shared_expert moe_single_grouped_weight "
+        "use_te_activation_func use_transformer_engine_op_fuser fused_residual_rmsnorm "
+        "moe_router_padding_for_quantization moe_router_padding_for_fp8 use_transformer_engine_full_layer_spec "
+        "~mla_down_proj_fusion fused_single_qkv_rope", "the invariant layers stand in its place", adjust_to=False),
+    # Where tokens exceed the room, Megatron's PagedStashRunner computes the step again without both: it drops none.
+    row(NULL, "moe_expert_rank_capacity_factor", _ROOM, adjust_to=None),
+    row(_OFF, "moe_paged_stash", _ROOM, adjust_to=False),
+    row(NULL, "moe_mlp_glu_interleave_size", "gate and up stay one after the other", adjust_to=None),
+    row(ON, "~disable_bf16_reduced_precision_matmul", "cuBLAS may otherwise add in bf16", adjust_to=True),
+    row(_OFF, "~cpu_offloading ~fine_grained_activation_offloading", "activations stay where they are",
+        adjust_to=False),
+    # Refused unless they have their default, by rules of check/invariant/ or since nobody has read them.
+    row(NONE, "~_target_ ~batch_invariant_mode ~cpu_offloading_activations ~cpu_offloading_double_buffering "
+        "~cpu_offloading_retain_pinned_cpu_buffers ~cpu_offloading_weights ~cuda_graph_retain_backward_graph "
+        "~cuda_graph_use_single_mempool ~dense_grouped_gemm ~ep_overlap_early_attn_memory_release "
+        "~inference_moe_token_dispatcher_type ~overlap_p2p_comm_warmup_flush ~tp_comm_overlap_ag "
+        "~tp_comm_overlap_cfg ~tp_comm_overlap_disable_fc1 ~tp_comm_overlap_disable_qkv ~tp_comm_overlap_rs "
+        "~tp_comm_overlap_rs_dgrad ~use_grouped_gemm_for_dense_mlp", UNKNOWN),
 )  # fmt: skip
-KNOWN = frozenset(name for name, field in MODEL.named.items() if field.allowed is ANY)
+KNOWN = frozenset(name for name, field in MODEL.named.items() if field.allowed is not NONE)
 
 
 # Fields of the model that replace the invariant layers or sums by others.

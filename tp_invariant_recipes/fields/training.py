@@ -27,7 +27,7 @@ _STEP = "a step has gbs sequences in every layout"
 _RANKS = "all ranks must agree whether a step counts"
 
 TRAIN = section(
-    row(NUMBER, "micro_batch_size global_batch_size train_iters", _STEP),
+    row(NUMBER, "~micro_batch_size global_batch_size ~train_iters", _STEP),
     row(ANY, "rampup_batch_size step_batch_size_schedule iterations_to_skip skip_train", _OTHER_RULE),
     row(ANY, "train_samples", _OTHER_RULE, COUNT),
     row(ANY, "num_epochs", _OTHER_RULE, POSITIVE),
@@ -56,7 +56,7 @@ VALIDATION = section(
 
 RNG = section(
     row(NUMBER, "seed", "all ranks draw from it"),
-    row(BOOL, "te_rng_tracker", "it only decides who draws"),
+    row(BOOL, "~te_rng_tracker", "it only decides who draws"),
     row(OFF, "data_parallel_random_init", "every data-parallel rank would draw other weights"),
     row(OFF, "inference_rng_tracker", "a run trains"),
 )  # fmt: skip

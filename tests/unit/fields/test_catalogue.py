@@ -13,7 +13,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import OR_STOCK, lines
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields import field as rows
-from tp_invariant_recipes.fields.catalogue import SECTIONS, adjustable, changes_bits, field_at
+from tp_invariant_recipes.fields.catalogue import SECTIONS, adjustable, field_at, in_fingerprint
 from tp_invariant_recipes.fields.field import ANY, BOOL, NONE, NOT_SET, NUMBER, THRESHOLD, UNKNOWN
 from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.settings.tables import field_table
@@ -124,7 +124,7 @@ def test_sections_that_only_read_or_are_off_take_any_other_field():
     ] == OPEN
     for section in OPEN:
         assert refused(section, {"a_field_of_a_later_release": 1}) == []
-    assert not changes_bits("logger.log_interval")
+    assert not in_fingerprint("logger.log_interval")
     assert refused("nvrx_straggler", {"enabled": True}) != []
 
 
@@ -138,8 +138,8 @@ def test_a_field_of_a_later_release_is_refused(section):
 
 
 def test_a_field_without_bits_only_reads_or_moves_or_waits():
-    assert not changes_bits("dataset.num_workers")
-    assert not changes_bits("optimizer.log_num_zeros_in_grad")
+    assert not in_fingerprint("dataset.num_workers")
+    assert not in_fingerprint("optimizer.log_num_zeros_in_grad")
     for key in ("optimizer.lr", "train.global_batch_size", "train.a_field_of_a_later_release", "model.hidden_size"):
-        assert changes_bits(key)
-    assert changes_bits("dataset.dataset_kwargs.pad_to_max_length")
+        assert in_fingerprint(key)
+    assert in_fingerprint("dataset.dataset_kwargs.pad_to_max_length")
