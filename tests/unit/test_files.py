@@ -102,8 +102,7 @@ def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, m
 def test_no_other_module_writes_beside_a_file_and_renames():
     """But data/text.py, which publishes two files in order, and checkpoints.py, which moves folders aside.
 
-    export/rank.py names shards once their number is known. inference/output.py publishes lines that were appended,
-    and score/vocabulary.py what lies beside them.
+    inference/output.py publishes lines that were appended, and score/vocabulary.py what lies beside them.
     """
     package = Path(tp_invariant_recipes.__file__).parent
     renames = re.compile(r"os\.(replace|rename)\(|\.rename\(|\.new\"")
@@ -112,7 +111,6 @@ def test_no_other_module_writes_beside_a_file_and_renames():
         "files.py",
         "data/text.py",
         "runs/checkpoints.py",
-        "features/export/rank.py",
         "features/inference/output.py",
         "features/score/vocabulary.py",
     }
