@@ -173,6 +173,12 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
     resume(file, OF_TODAY, 3).close()
     assert launch_resume._changed_arithmetic(planned("gpu"), 4) is None
     assert launch_resume._changed_arithmetic(planned("gpu"), 3) == message
-    shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3, "completed": False}
+    shown = vars(planned("gpu")) | {
+        "layout": SimpleNamespace(world=1),
+        "steps": 5,
+        "start": 3,
+        "completed": False,
+        "text": None,
+    }
     plan = SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=message)
     assert [*start_lines(plan)][-1] == message

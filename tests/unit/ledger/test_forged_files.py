@@ -594,7 +594,8 @@ def test_what_would_take_much_memory_is_refused_before_it_is_parsed(tmp_path, mo
     file = tmp_path / "x.safetensors"
     file.write_bytes(len(LONG).to_bytes(8, "little") + LONG)
     assert weights._header(file, problems) == {}
-    assert problems == ["x.safetensors: more than 1000000 values"]
+    [problem] = problems
+    assert problem.startswith("x.safetensors: it is damaged, truncated or no safetensors file")
     monkeypatch.setattr(dumps, "LARGEST_HEADER", 1 << 20)
     file = file_of(tmp_path, 1, 0)
     file.parent.mkdir(parents=True)
