@@ -534,6 +534,37 @@ PEER_MEMORY, typed: qwen3_toy device=gpu tp=2 device.peer_memory=always
     taken: tp=4 | numerics=portable | numerics=gather | tp=1 device.peer_memory=auto | numerics=stock
         device.peer_memory=never | device=cpu device.peer_memory=auto | tp=4 launcher=slurm cluster.gpus_per_node=4
         slurm.time=5
+IDLE_QWEN3_TOY, typed: qwen3_toy
+    idle: model.moe_router_topk=4 | model.moe_shared_expert_intermediate_size=64 | model.mtp_loss_scaling_factor=0.3 |
+        model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=E | model.linear_num_value_heads=4 |
+        model.mamba_num_heads=8 | model.recompute_num_layers=1 | model.position_embedding_type=learned_absolute
+        model.rotary_base=5 | optimizer.optimizer=sgd optimizer.adam_beta1=0.8 | optimizer.sgd_momentum=0.8 |
+        numerics=stock optimizer.muon_momentum=0.8 | checkpoint.async_strategy=mcore | numerics=stock
+        numerics.virtual_shards=4 | numerics=stock numerics.grad_norm=fp64 | numerics=stock numerics.clip_rounding=pow2
+        | data.json_key=body | data.tokenizer=byte | data.cache=there | validation.eval_global_batch_size=4 |
+        model.rope_scaling_factor=4.0 | model.yarn_beta_fast=16.0 | ledger.digests=0 ledger.state_digests=5 |
+        ledger.experts=each | profiling.profile_step_start=3 | scheduler.lr_wsd_decay_iters=5
+    taken: model.moe_grouped_gemm=false | model.mtp_num_layers=1 model.mtp_loss_scaling_factor=0.3 |
+        model.mtp_num_layers=null | model.rotary_base=5 | optimizer.adam_beta1=0.8 | numerics.virtual_shards=4 |
+        numerics=stock numerics.virtual_shards=null | ledger.state_digests=5 | data=text data.path=there
+        data.json_key=body | validation.eval_iters=2 validation.eval_global_batch_size=4 |
+        profiling.use_pytorch_profiler=true profiling.profile_step_start=3 | scheduler.lr_decay_style=WSD
+        scheduler.lr_wsd_decay_iters=5 | optimizer.optimizer=sgd optimizer.sgd_momentum=0.8 | numerics=stock
+        optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_momentum=0.8 |
+        checkpoint.async_strategy=mcore checkpoint.async_save=true
+        checkpoint.async_strategy=mcore
+IDLE_QWEN3_MOE_TOY, typed: qwen3_moe_toy
+    idle: model.num_moe_experts=null model.moe_ffn_hidden_size=64 | model.moe_router_bias_update_rate=0.1 |
+        model.moe_router_group_topk=2
+    taken: model.moe_router_topk=4 | ledger.experts=each
+IDLE_NEMOTRON3_NANO_TOY, typed: nemotron3_nano_toy
+    taken: numerics=stock model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=E | model.mamba_num_heads=64
+IDLE_QWEN3_NEXT_TOY, typed: qwen3_next_toy
+    taken: model.linear_num_value_heads=4
+IDLE_LLAMA32_TOY, typed: llama32_toy
+    taken: model.rope_scaling_factor=4.0
+IDLE_GPT_OSS_TOY, typed: gpt_oss_toy
+    taken: model.yarn_beta_fast=16.0
 """
     )
 )
