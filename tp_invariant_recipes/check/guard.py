@@ -46,6 +46,11 @@ def _row(
 
 _shadow = partial(_row, kinds=(SHADOW,))
 
+
+def _experts_on_all_replicas(config: RunConfig) -> bool:
+    return 1 < config.parallel.data_parallel_size < 2 * rank_distance(config)
+
+
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(_changed, needs=lambda t: t.guard.kind == OFF),
     _row(lambda t: not t.numerics.covers(mode.GUARD),
@@ -56,7 +61,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
      "state in other precisions is not computed again", "optimizer.use_precision_aware_optimizer=false"),
     _shadow(lambda t: t.parallel.data_parallel_size == 1,
      "dp=1 has no other replica to repeat a data shard", "guard=products, or dp=2"),
-    _shadow(lambda t: 1 < t.parallel.data_parallel_size < 2 * rank_distance(t),
+    _shadow(_experts_on_all_replicas,
      "the experts are spread over all replicas, so that no other rank holds the same",
      "raise dp, lower ep, or guard=products"),
     _shadow(lambda t: cuda_graphs.requested(t.model),

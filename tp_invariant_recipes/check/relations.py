@@ -259,7 +259,12 @@ def _resumable(path: str) -> Rule[RunConfig]:
 _PRECISION_AWARE = "optimizer.use_precision_aware_optimizer"
 _BIASES = "model.add_bias_linear"
 
+
 # In the order of messages.
+def _no_window(config: RunConfig) -> bool:
+    return len(config.model["window_size"]) != 2 or min(config.model["window_size"]) < -1
+
+
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(_replaced),
     Rule(_loggers),
@@ -284,7 +289,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
     ),
     Rule(_without_rotary, needs=lambda t: t.model.get("no_rope_freq"), head=lambda t: "model.no_rope_freq"),
     Rule(
-        lambda t: len(t.model["window_size"]) != 2 or min(t.model["window_size"]) < -1,
+        _no_window,
         "must be the tokens before and after, each at least 0, or -1 for all",
         "model.window_size=[N,0]",
         needs=lambda t: isinstance(t.model.get("window_size"), list | tuple),

@@ -130,7 +130,7 @@ EACH_LAYER: qwen3_toy numerics=stock
         model.experimental_attention_variant=gated_delta_net model.linear_attention_freq=[1]
     without_rotary: model.no_rope_freq=2 model.position_embedding_type=learned_absolute | model.no_rope_freq=2
         model.multi_latent_attention=true
-    window_size: model.window_size=[16,-5] | model.window_size=[16] | model.window_size=[-2,0]
+    no_window: model.window_size=[16,-5] | model.window_size=[16] | model.window_size=[-2,0]
     repeats_a_delta_net: model.experimental_attention_variant=gated_delta_net model.linear_attention_freq=[0,1]
         model.mtp_num_layers=1 | model.experimental_attention_variant=gated_delta_net model.linear_attention_freq=4
         model.mtp_num_layers=1
@@ -284,9 +284,9 @@ LATENT_EXPERTS, typed: qwen3_moe_toy model.moe_latent_size=32
 AHEAD, or_stock: qwen3_toy numerics=tree model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false
     cuts_sequences: numerics.context_shards=2
     pipeline_model_parallel_layout: model.pipeline_model_parallel_layout=Et*2|m|L pp=3 gbs=4
-    recompute_method: model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2 |
-        model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1
-        model.recompute_method=block
+    recomputes_several_layers: model.recompute_granularity=full model.recompute_method=uniform
+        model.recompute_num_layers=2 | model.recompute_granularity=full model.recompute_method=uniform
+        model.recompute_num_layers=1 model.recompute_method=block
     mtp_use_repeated_layer: model.mtp_use_repeated_layer=true
     mtp_detach_heads: model.mtp_detach_heads=true
     taken: tp=2 pp=2 gbs=4 | model.mtp_num_layers=2 | model.recompute_granularity=full model.recompute_method=uniform
@@ -305,7 +305,7 @@ HYBRID_AHEAD, or_stock: nemotron3_nano_toy numerics=tree
     taken: model.mtp_num_layers=2 model.mtp_hybrid_override_pattern=*E | model.mtp_num_layers=2
         model.mtp_hybrid_override_pattern=*E model.mtp_use_repeated_layer=true tp=2
 SINKS, or_stock: gpt_oss_toy numerics=tree
-    attention_backend: model.attention_backend=fused
+    fused_sinks: model.attention_backend=fused
     taken: tp=2 | model.num_layers=4
 SINKS_TYPED, typed, or_stock: gpt_oss_toy model.position_embedding_type=rope
     cuts_sequences: cp=2 numerics.context_shards=2
@@ -339,7 +339,7 @@ DELTA_NET, or_stock: qwen3_next_toy numerics=tree model.mtp_num_layers=null
 DELTA_NET_TYPED, typed: qwen3_next_toy model.mtp_num_layers=null
     split: tp=2 sp=false model.num_moe_experts=null
     cuts_sequences: numerics.context_shards=2
-    cuda_graph: cuda_graph=te device=gpu
+    counts_captured_sequences: cuda_graph=te device=gpu
     other_layers: model.normalization=LayerNorm model.qk_layernorm=false
     position_embedding_type: model.position_embedding_type=learned_absolute model.qk_layernorm=false
     borders: precision=fp8_blockwise device=gpu
@@ -393,7 +393,9 @@ GRAPHS, typed, or_stock: qwen3_toy device=gpu
     taken: cuda_graph=full tp=2 dp=2 gbs=4 | cuda_graph=full cp=2 | cuda_graph=te pp=2 | cuda_graph=full
         numerics=portable
 GRAPHS_OF_EXPERTS, typed: qwen3_moe_toy device=gpu cuda_graph=full
-    cuda_graph: numerics=portable | guard=products | precision=fp8_tensorwise | model.add_bias_linear=true
+    captured_experts: numerics=portable
+    sampled_experts: guard=products
+    waiting_experts: precision=fp8_tensorwise | model.add_bias_linear=true
     pp: pp=2
     moe_expert_capacity_factor: numerics=stock
     taken: dp=2 ep=2 gbs=2 | cp=2 seq=256 | cuda_graph=te tp=2 ep=2
@@ -481,9 +483,10 @@ PORTABLE_EXPERTS, or_stock: qwen3_moe_toy numerics=portable
     taken: tp=1 | tp=2 | tp=2 ep=2 | pp=2
     taken_fields: model.moe_layer_freq=[1,1,1,1] | model.moe_layer_freq=1
 IN_FP8, typed: qwen3_toy numerics=tree precision=fp8_tensorwise
-    precision: mixed_precision=fp16_with_mxfp8_mixed | mixed_precision=bf16_with_nvfp4_mixed |
-        mixed_precision=bf16_with_fp8_delayed_scaling_mixed | mixed_precision.fp8_recipe=delayed |
-        mixed_precision.fp8_recipe=custom | mixed_precision=fp16_with_fp8_subchannel_scaling_mixed | numerics=stock
+    other_recipe: mixed_precision=fp16_with_mxfp8_mixed | mixed_precision.fp8_recipe=custom |
+        mixed_precision=fp16_with_fp8_subchannel_scaling_mixed
+    precision: mixed_precision=bf16_with_nvfp4_mixed | mixed_precision=bf16_with_fp8_delayed_scaling_mixed |
+        mixed_precision.fp8_recipe=delayed | numerics=stock
     borders: precision=mxfp8 numerics.virtual_shards=8 | precision=mxfp8 model.hidden_size=80 | precision=mxfp8 seq=48 |
         precision=fp8_blockwise numerics.virtual_shards=2 | precision=fp8_blockwise numerics.virtual_shards=2
         model.kv_channels=32 model.ffn_hidden_size=384 | precision=fp8_blockwise model.hidden_size=192 |
@@ -525,7 +528,7 @@ GUARD, typed: qwen3_toy gbs=4 dp=2 guard=shadow
     taken: guard=products dp=1 | guard=products ledger.trace='1:1' | guard=off | ddp.overlap_grad_reduce=true
         numerics.data_shards=4 | guard.exclude=true | numerics=portable
 GUARDED_EXPERTS, typed: qwen3_moe_toy gbs=4 guard=shadow dp=2
-    guard: ep=2
+    experts_on_all_replicas: ep=2
     taken: tp=2 ep=2 | dp=4 ep=2
 PEER_MEMORY, typed: qwen3_toy device=gpu tp=2 device.peer_memory=always
     type: device.peer_memory=yes
@@ -551,8 +554,7 @@ IDLE_QWEN3_TOY, typed: qwen3_toy
         profiling.use_pytorch_profiler=true profiling.profile_step_start=3 | scheduler.lr_decay_style=WSD
         scheduler.lr_wsd_decay_iters=5 | optimizer.optimizer=sgd optimizer.sgd_momentum=0.8 | numerics=stock
         optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_momentum=0.8 |
-        checkpoint.async_strategy=mcore checkpoint.async_save=true
-        checkpoint.async_strategy=mcore
+        checkpoint.async_strategy=mcore checkpoint.async_save=true checkpoint.async_strategy=mcore
 IDLE_QWEN3_MOE_TOY, typed: qwen3_moe_toy
     idle: model.num_moe_experts=null model.moe_ffn_hidden_size=64 | model.moe_router_bias_update_rate=0.1 |
         model.moe_router_group_topk=2

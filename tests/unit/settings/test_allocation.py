@@ -95,7 +95,7 @@ def test_ranks_that_do_not_fill_nodes():
 
 # The rule that refuses -> fields of a job of one rank. On a node, these still hold.
 MISFITS = {
-    "must_be_at_least": ({"cluster__gpu_memory": 0},),
+    "no_gpu_memory": ({"cluster__gpu_memory": 0},),
     "more_ranks_than_gpus": ({"cluster__ranks_per_node": 9},),
     "srun_options": (
         {"cluster__srun_options": ['-w n1']}, {"cluster__srun_options": ['--mpi=a\nb']},

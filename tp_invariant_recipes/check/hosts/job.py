@@ -204,9 +204,13 @@ def _unfit_options(key: str, options: Sequence[str], what: str, allocated: Mappi
             yield Problem(key, f"{option}: the {what} says {own} itself", allocated[own])
 
 
+def _no_gpu_memory(config: RunConfig) -> bool:
+    return config.cluster.gpu_memory is not None and config.cluster.gpu_memory < 1
+
+
 FITTING: tuple[Rule[RunConfig], ...] = (
     Rule(
-        lambda t: t.cluster.gpu_memory is not None and t.cluster.gpu_memory < 1,
+        _no_gpu_memory,
         "must be at least 1",
         head=value_of("cluster.gpu_memory"),
     ),

@@ -54,6 +54,15 @@ def _sets(*names: str) -> Test:
     return lambda t: any(_fields(t).get(name) or t.model.get(name) for name in names)
 
 
+def _other_recipe(config: RunConfig) -> bool:
+    return bool(config.mixed_precision) and not (
+        low_precision.fp8_layers(config) is not None
+        or _named(config, "fp4", "delayed")
+        or _sets("fp4")(config)
+        or config.model.get("fp8")
+    )
+
+
 LIMITS = (
     _row(lambda t: _named(t, "fp4") or _sets("fp4")(t), "FP4 products have no definition here", "precision=bf16"),
     _row(
@@ -61,12 +70,7 @@ LIMITS = (
         "delayed scaling takes scales from what a rank held in the steps before", f"{_INSTEAD}",
     ),
     _row(
-        lambda t: (
-            low_precision.fp8_layers(t) is None
-            and not (_named(t, "fp4", "delayed") or _sets("fp4")(t))
-            and t.mixed_precision
-            and not t.model.get("fp8")
-        ),
+        _other_recipe,
         f"of FP8 only the recipes {', '.join(low_precision.NAMED)} and fields like theirs are covered", f"{_INSTEAD}",
     ),
     _row(lambda t: t.model.get("fp8"), "the precision decides what is in FP8", f"model.fp8=null, {_INSTEAD}"),

@@ -37,6 +37,11 @@ ATTENTION_BACKENDS = ("auto", "fused", "unfused", "local")
 
 _sinks = partial(limit_of, lambda t: t.model.get("softmax_type", "vanilla") != "vanilla")
 
+
+def _fused_sinks(config: RunConfig) -> bool:
+    return config.model.get("softmax_type") == "learnable" and name_of(config.model.get("attention_backend")) == "fused"
+
+
 LIMITS = (
     limit(
         lambda t: t.numerics.initial_weights != "invariant",
@@ -143,7 +148,7 @@ LIMITS = (
     )),
     _sinks(*uncut("attention sinks have")),
     limit(  # as seen on an H100: TE 2.20 and cuDNN 9.19 have none that is deterministic
-        lambda t: t.model.get("softmax_type") == "learnable" and name_of(t.model.get("attention_backend")) == "fused",
+        _fused_sinks,
         "Transformer Engine has no deterministic fused attention with sinks", "model.attention_backend=auto",
     ),
     _sinks(

@@ -104,6 +104,13 @@ def _before_the_last(stages: str | list[list[str]] | None) -> bool:
 
 _ahead_row = partial(limit_of, has(MULTI_TOKEN))
 
+
+def _recomputes_several_layers(config: RunConfig) -> bool:
+    return config.model.get("recompute_granularity") == "full" and (
+        (config.model.get("recompute_method"), config.model.get("recompute_num_layers")) != ("uniform", 1)
+    )
+
+
 MULTI_TOKEN_LIMITS = (
     _ahead_row(lacks(mode.MTP), mode.only(mode.MTP), WITHOUT),
     _ahead_row(
@@ -142,10 +149,7 @@ MULTI_TOKEN_LIMITS = (
         "model.recompute_granularity=selective",
     ),
     _ahead_row(
-        lambda t: (
-            t.model.get("recompute_granularity") == "full"
-            and (t.model.get("recompute_method"), t.model.get("recompute_num_layers")) != ("uniform", 1)
-        ),
+        _recomputes_several_layers,
         "Megatron-Core recomputes the layers of multi-token prediction one by one",
         "model.recompute_method=uniform, model.recompute_num_layers=1",
     ),
@@ -312,6 +316,14 @@ def _of_experts(config: RunConfig) -> str | None:
 
 
 # Settings that a model with experts must not have, and the reason.
+def _counts_packed_sequences(config: RunConfig) -> bool:
+    return config.model.get("moe_router_load_balancing_type") == GLOBAL and finetuning.packing(config) is not None
+
+
+def _counts_captured_sequences(config: RunConfig) -> bool:
+    return config.model.get("moe_router_load_balancing_type") == GLOBAL and cuda_graphs.requested(config.model)
+
+
 EXPERT_LIMITS = (
     _expert_row(lacks(mode.EXPERTS), mode.only(mode.EXPERTS)),
     _expert_row(
@@ -349,12 +361,12 @@ EXPERT_LIMITS = (
         ),
     ),
     _expert_row(
-        lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and finetuning.packing(t) is not None,
+        _counts_packed_sequences,
         f"the sequences of a packed row come in another order than {GLOBAL} counts them",
         "model.moe_router_load_balancing_type=seq_aux_loss",
     ),
     _expert_row(
-        lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and cuda_graphs.requested(t.model),
+        _counts_captured_sequences,
         f"{GLOBAL} counts sequences where a captured layer cannot",
         "cuda_graph=off",
     ),

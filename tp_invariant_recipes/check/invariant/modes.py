@@ -126,6 +126,18 @@ def _graph_row(kinds: tuple[str, ...], wrong: Test, text: str, solve: str = "") 
     return limit_of(lambda t: t.model.get("cuda_graph_impl") in kinds, wrong, text, solve)
 
 
+def _captured_experts(config: RunConfig) -> bool:
+    return config.shape.experts > 1 and _captured_with(config) == {IMPLEMENTATIONS[FULL]}
+
+
+def _sampled_experts(config: RunConfig) -> bool:
+    return config.shape.experts > 1 and config.guard.kind == guard.PRODUCTS
+
+
+def _waiting_experts(config: RunConfig) -> bool:
+    return config.shape.experts > 1 and (low_precision.enabled(config) or bool(config.shape.biased))
+
+
 GRAPH_LIMITS = (
     _graph_row(
         (FULL, TE),
@@ -159,19 +171,19 @@ GRAPH_LIMITS = (
     ),
     _graph_row(
         (FULL,),
-        lambda t: t.shape.experts > 1 and _captured_with(t) == {IMPLEMENTATIONS[FULL]},
+        _captured_experts,
         "experts have not been captured",
         "cuda_graph=off, or numerics=tree",
     ),
     _graph_row(
         (FULL,),
-        lambda t: t.shape.experts > 1 and t.guard.kind == guard.PRODUCTS,
+        _sampled_experts,
         "guard=products samples no product of experts in a graph of the whole step",
         "cuda_graph=te, or guard=off",
     ),
     _graph_row(
         (FULL,),
-        lambda t: t.shape.experts > 1 and (low_precision.enabled(t) or t.shape.biased),
+        _waiting_experts,
         "experts in FP8 or with biases wait for numbers of tokens from the GPU where a captured step cannot",
         "cuda_graph=te, or off",
     ),
