@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
@@ -97,7 +98,7 @@ def _merged(
     own: tuple[tuple[Path, int, int], ...],
 ) -> bytes:
     """Return the pickled tree. conf: the folder of tpi's files. own: the user's, when each was written, its size."""
-    with _folders(cluster, model) as folders, _no_plugins():
+    with _folders(cluster, model) as folders, _alone():
         paths = ",".join(f'"file://{str(folder).replace(chr(34), chr(92) + chr(34))}"' for folder in folders)
         search = [f"hydra.searchpath=[{paths}]"] if folders else []
         with initialize_config_dir(str(conf), version_base="1.3"), _resolvers():
@@ -105,13 +106,18 @@ def _merged(
 
 
 @contextmanager
-def _no_plugins() -> Iterator[None]:
-    """Hide plugins of Hydra that other packages install: their imports take 0.4 s, and warn of what they lack."""
-    there = sys.modules.get("hydra_plugins")
+def _alone() -> Iterator[None]:
+    """Hide a program's own Hydra, and plugins that packages install: their imports take 0.4 s and warn of what they
+    lack.
+    """
+    there, program = sys.modules.get("hydra_plugins"), GlobalHydra.instance().hydra
     sys.modules["hydra_plugins"] = None  # type: ignore[assignment]  # the import then fails, as without plugins
+    GlobalHydra.instance().clear()
     try:
         yield
     finally:
+        if program is not None:
+            GlobalHydra.instance().initialize(program)
         del sys.modules["hydra_plugins"]
         if there is not None:
             sys.modules["hydra_plugins"] = there

@@ -4,6 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -396,6 +397,14 @@ def test_the_message_does_not_say_a_mistake_twice():
 def test_whatever_is_typed_is_at_worst_a_configuration_error(text):
     with pytest.raises(ConfigError, match="unknown model 'none'"):
         compose("none", [text])
+
+
+def test_a_program_that_hydra_runs_may_compose_and_keeps_its_own(tmp_path):
+    (tmp_path / "config.yaml").write_text("own: 1\n")
+    hydra_tree._merged.cache_clear()
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert compose("qwen3_toy", ["tp=2"], device="cpu").config.layout.tp == 2
+        assert hydra.compose("config") == {"own": 1}
 
 
 def test_plugins_of_hydra_that_others_install_are_not_imported(monkeypatch, tmp_path):
