@@ -122,12 +122,8 @@ def _row(kinds: tuple[str, ...], test: Callable[[RunConfig], Any], text: str = "
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(_replaced),
     Rule(_unknown),
-    Rule(
-        lambda t: t.device.kind != "gpu",
-        "CUDA graphs need a GPU", "device=gpu, or cuda_graph=off",
-        needs=lambda t: _implementation(t) in IMPLEMENTATIONS,
-        head=_option,
-    ),
+    Rule(lambda t: t.device.kind != "gpu", "CUDA graphs need a GPU", "device=gpu, or cuda_graph=off",
+        needs=lambda t: _implementation(t) in IMPLEMENTATIONS, head=_option),
     Rule(_warmup, needs=_captures_with(TE, FULL)),
     _row((TE,), _modules),
     _row((TE, FULL), lambda t: not t.model.get("use_te_rng_tracker") or not t.section("rng").get("te_rng_tracker"),

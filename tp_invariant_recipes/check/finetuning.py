@@ -56,38 +56,23 @@ def _tokenizer(config: RunConfig) -> Problem | None:
 
 
 EXAMPLE_RULES = (
-    _row(
-        lambda t: t.data.kind != "recipe",
-        "this recipe trains on examples",
-        "leave it out, dataset.dataset_root=FOLDER",
-        head=lambda t: f"data={t.data.kind}",
-    ),
-    _row(
-        _downloads,
-        "tpi downloads no examples",
+    _row(lambda t: t.data.kind != "recipe", "this recipe trains on examples",
+        "leave it out, dataset.dataset_root=FOLDER", head=lambda t: f"data={t.data.kind}"),
+    _row(_downloads, "tpi downloads no examples",
         f"leave it out, dataset.dataset_root=FOLDER has {finetuning.TRAINING}",
-        head=lambda t: ", ".join(_downloads(t)),
-    ),
-    _row(
-        lambda t: not _downloads(t) and t.at("dataset.dataset_root") is None,
+        head=lambda t: ", ".join(_downloads(t))),
+    _row(lambda t: not _downloads(t) and t.at("dataset.dataset_root") is None,
         "a recipe for fine-tuning needs dataset.dataset_root=FOLDER, "
-        f"which has {finetuning.TRAINING}: an example a line",
-    ),
+        f"which has {finetuning.TRAINING}: an example a line"),
     _row(_packing),
-    _row(
-        lambda t: t.at("dataset.dataloader_type") != "batch",
-        "it does not go through the examples again",
-        "dataset.dataloader_type=batch",
-        head=value_of("dataset.dataloader_type"),
-    ),
+    _row(lambda t: t.at("dataset.dataloader_type") != "batch", "it does not go through the examples again",
+        "dataset.dataloader_type=batch", head=value_of("dataset.dataloader_type")),
     _row(_tokenizer),
     _row(_index, "the index goes to run.dir", "set run.dir=PATH", head=lambda t: f"{_INDEX}={_index(t)}"),
-    _row(
-        lambda t: t.at("validation.eval_iters") and t.at("dataset.do_validation") is False,
+    _row(lambda t: t.at("validation.eval_iters") and t.at("dataset.do_validation") is False,
         "validation.eval_iters without examples to validate",
-        "dataset.do_validation=true, or validation.eval_iters=0",
-    ),
-)
+        "dataset.do_validation=true, or validation.eval_iters=0"),
+)  # fmt: skip
 
 
 # The rules of LoRA, whatever the numerics (docs/finetuning.md).
@@ -156,21 +141,13 @@ ADAPTER_RULES = (
     _rule(_unknown),
     _rule(_divided),
     _rule(_latents),
-    _rule(
-        lambda t, _: not (t.weights.folder or t.at("checkpoint.pretrained_checkpoint")),
+    _rule(lambda t, _: not (t.weights.folder or t.at("checkpoint.pretrained_checkpoint")),
         "LoRA adapts weights that are there: weights=FOLDER of Hugging Face, or "
-        "checkpoint.pretrained_checkpoint=RUN/checkpoints",
-    ),
+        "checkpoint.pretrained_checkpoint=RUN/checkpoints"),
     _rule(_methods),
-    _rule(
-        _draws_others,
+    _rule(_draws_others,
         f"numerics.initial_weights=invariant draws adapters of {', '.join(finetuning.TARGETS)} and of no experts",
-        "numerics.initial_weights=megatron",
-    ),
-    _rule(
-        _shares_adapter,
-        "experts that are not grouped have an adapter each",
-        f"{_SHARED}=false, or numerics=tree",
-        f"{_SHARED}=true",
-    ),
-)
+        "numerics.initial_weights=megatron"),
+    _rule(_shares_adapter, "experts that are not grouped have an adapter each", f"{_SHARED}=false, or numerics=tree",
+        f"{_SHARED}=true"),
+)  # fmt: skip

@@ -68,19 +68,11 @@ def _undigested(test: Callable[[RunConfig], Any], text: str, solve: str) -> Rule
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(lambda t: t.ledger.digests < 0, "must be 0 (never) or a number of steps", head=value_of("ledger.digests")),
     *map(Rule, (_trace, _graphs, _dump)),
-    _undigested(
-        lambda t: t.at("ddp.use_megatron_fsdp") or t.at("ddp.use_custom_fsdp"),
-        "digests: FSDP keeps gradients in buffers of its own",
-        "ddp.use_megatron_fsdp=false",
-    ),
-    _undigested(
-        lambda t: t.at("optimizer.optimizer_cpu_offload"),
+    _undigested(lambda t: t.at("ddp.use_megatron_fsdp") or t.at("ddp.use_custom_fsdp"),
+        "digests: FSDP keeps gradients in buffers of its own", "ddp.use_megatron_fsdp=false"),
+    _undigested(lambda t: t.at("optimizer.optimizer_cpu_offload"),
         "digests: an optimizer on the CPU keeps master weights and moments there",
-        "optimizer.optimizer_cpu_offload=false",
-    ),
-    _undigested(
-        lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
-        "digests: weights spread over more ranks are not covered",
-        "model.gtp_weight_remat_size=1",
-    ),
-)
+        "optimizer.optimizer_cpu_offload=false"),
+    _undigested(lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
+        "digests: weights spread over more ranks are not covered", "model.gtp_weight_remat_size=1"),
+)  # fmt: skip

@@ -268,12 +268,9 @@ def _no_window(config: RunConfig) -> bool:
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(_replaced),
     Rule(_loggers),
-    Rule(
-        lambda t: t.at("logger.comet_api_key"),
-        "a secret, and what is configured is written down",
+    Rule(lambda t: t.at("logger.comet_api_key"), "a secret, and what is configured is written down",
         "set COMET_API_KEY where you start the run, and cluster.forward=[COMET_API_KEY] for a job",
-        head=lambda t: "logger.comet_api_key",
-    ),
+        head=lambda t: "logger.comet_api_key"),
     Rule(_sizes),
     Rule(_aligned),
     _divides("hidden_size", "num_attention_heads", unless="kv_channels"),
@@ -281,20 +278,13 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _divides("num_moe_experts", "moe_router_num_groups"),
     _divides("mamba_num_heads", "mamba_num_groups"),
     *map(_per_layer, PER_LAYER),
-    Rule(
-        _repeats_a_delta_net,
-        "multi-token prediction repeats the last layer, and no gated delta net",
+    Rule(_repeats_a_delta_net, "multi-token prediction repeats the last layer, and no gated delta net",
         "a model.linear_attention_freq whose last layer is attention, or model.mtp_num_layers=null",
-        head=value_of("model.mtp_num_layers"),
-    ),
+        head=value_of("model.mtp_num_layers")),
     Rule(_without_rotary, needs=lambda t: t.model.get("no_rope_freq"), head=lambda t: "model.no_rope_freq"),
-    Rule(
-        _no_window,
-        "must be the tokens before and after, each at least 0, or -1 for all",
-        "model.window_size=[N,0]",
+    Rule(_no_window, "must be the tokens before and after, each at least 0, or -1 for all", "model.window_size=[N,0]",
         needs=lambda t: isinstance(t.model.get("window_size"), list | tuple),
-        head=lambda t: f"model.window_size={value_text(t.model['window_size'])}",
-    ),
+        head=lambda t: f"model.window_size={value_text(t.model['window_size'])}"),
     Rule(  # its attention reads the positions of two bases, which its model makes beside rotary ones alone
         lambda t: t.model.get("position_embedding_type", "rope") != "rope",
         f"{families.TWO_BASES} has rotary positions of two bases",
@@ -303,20 +293,11 @@ RULES: tuple[Rule[RunConfig], ...] = (
         head=value_of("model.position_embedding_type"),
     ),
     # Megatron-Core asserts both when a rank builds the layer.
-    Rule(
-        lambda t: t.shape.shared_width,
-        "Megatron-Core's shared experts have no biases",
-        f"{_BIASES}=false",
-        needs=lambda t: t.shape.experts and t.shape.biased,
-        head=value_of(_BIASES),
-    ),
-    Rule(
-        lambda t: t.model.get("moe_grouped_gemm") and t.model.get("bias_dropout_fusion"),
-        "Megatron-Core adds the bias of grouped experts by itself",
-        "model.bias_dropout_fusion=false",
-        needs=lambda t: t.shape.experts and t.shape.biased and not t.shape.shared_width,
-        head=value_of(_BIASES),
-    ),
+    Rule(lambda t: t.shape.shared_width, "Megatron-Core's shared experts have no biases", f"{_BIASES}=false",
+        needs=lambda t: t.shape.experts and t.shape.biased, head=value_of(_BIASES)),
+    Rule(lambda t: t.model.get("moe_grouped_gemm") and t.model.get("bias_dropout_fusion"),
+        "Megatron-Core adds the bias of grouped experts by itself", "model.bias_dropout_fusion=false",
+        needs=lambda t: t.shape.experts and t.shape.biased and not t.shape.shared_width, head=value_of(_BIASES)),
     _at_most("model.moe_router_topk", "model.num_moe_experts"),
     _at_most("model.moe_router_group_topk", "model.moe_router_num_groups"),
     _at_most("tokenizer.vocab_size", "model.vocab_size"),
@@ -324,41 +305,22 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _at_most("profiling.profile_step_start", "profiling.profile_step_end"),
     Rule(_warmup),
     Rule(_validation),
-    Rule(
-        lambda t: t.at("tokenizer.vocab_size") != t.shape.vocabulary,
-        "the tokenizer of data=text decides it",
-        "leave it out",
-        needs=lambda t: t.data.kind == "text",
-        head=value_of("tokenizer.vocab_size"),
-    ),
-    Rule(
-        lambda t: t.at("dataset.reset_attention_mask"),
-        "Megatron-Bridge trains without the data's mask, so documents would still see each other",
-        "leave it out",
-        head=value_of("dataset.reset_attention_mask"),
-    ),
+    Rule(lambda t: t.at("tokenizer.vocab_size") != t.shape.vocabulary, "the tokenizer of data=text decides it",
+        "leave it out", needs=lambda t: t.data.kind == "text", head=value_of("tokenizer.vocab_size")),
+    Rule(lambda t: t.at("dataset.reset_attention_mask"),
+        "Megatron-Bridge trains without the data's mask, so documents would still see each other", "leave it out",
+        head=value_of("dataset.reset_attention_mask")),
     Rule(_gathers_whole_weights),
     _on_cpu(_PRECISION_AWARE, "it is Transformer Engine's Adam"),
-    Rule(
-        lambda t: t.at(_PRECISION_AWARE) and not t.at("optimizer.use_distributed_optimizer"),
-        "it is a distributed optimizer",
-        f"{_PRECISION_AWARE}=false, or optimizer.use_distributed_optimizer=true",
-        needs=lambda t: t.device.kind != "cpu",
-        head=value_of(_PRECISION_AWARE),
-    ),
+    Rule(lambda t: t.at(_PRECISION_AWARE) and not t.at("optimizer.use_distributed_optimizer"),
+        "it is a distributed optimizer", f"{_PRECISION_AWARE}=false, or optimizer.use_distributed_optimizer=true",
+        needs=lambda t: t.device.kind != "cpu", head=value_of(_PRECISION_AWARE)),
     Rule(_undistributed),
     Rule(_async_save, needs=lambda t: t.at("checkpoint.async_save"), head=value_of("checkpoint.async_save")),
-    _on_cpu(
-        "model.layernorm_zero_centered_gamma",
-        "torch's LayerNorm has none",
-        needs=lambda t: not t.numerics.invariant and t.model.get("normalization") != "RMSNorm",
-    ),
-    Rule(
-        finetuning.loses_bias,
-        "checkpoints of adapters lack the experts' bias, so it must stay",
-        "model.moe_router_bias_update_rate=0",
-        head=lambda t: "model.moe_router_bias_update_rate",
-    ),
+    _on_cpu("model.layernorm_zero_centered_gamma", "torch's LayerNorm has none",
+        needs=lambda t: not t.numerics.invariant and t.model.get("normalization") != "RMSNorm"),
+    Rule(finetuning.loses_bias, "checkpoints of adapters lack the experts' bias, so it must stay",
+        "model.moe_router_bias_update_rate=0", head=lambda t: "model.moe_router_bias_update_rate"),
     _resumable("checkpoint.save_optim"),
     _resumable("checkpoint.save_rng"),
     Rule(  # SIGTERM saves a checkpoint of every run, and digests have its names
@@ -370,7 +332,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _on_cpu("profiling.use_nsys_profiler", "it reads a GPU"),
     _on_cpu("profiling.record_memory_history", "it reads a GPU"),
     _on_cpu("logger.log_energy", "it reads a GPU"),
-)
+)  # fmt: skip
 
 
 # What stock numerics need for products in FP8 or FP4; invariant/fp8.py says it of invariant numerics.
@@ -414,14 +376,10 @@ def _sides(config: RunConfig) -> dict[str, float]:
 
 
 PRECISION_RULES: tuple[Rule[RunConfig], ...] = (
-    Rule(
-        lambda t: t.device.kind != "gpu",
-        "FP8 and FP4 products need Transformer Engine on a GPU",
-        "precision=bf16, or device=gpu",
-        needs=_applies,
-    ),
+    Rule(lambda t: t.device.kind != "gpu", "FP8 and FP4 products need Transformer Engine on a GPU",
+        "precision=bf16, or device=gpu", needs=_applies),
     Rule(_uneven, needs=_applies),
-)
+)  # fmt: skip
 
 
 # Settings that contradict weights from a folder of Hugging Face.

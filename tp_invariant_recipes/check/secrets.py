@@ -58,12 +58,9 @@ def _secret(config: RunConfig) -> Iterator[Problem]:
 
 
 VARIABLE_RULES: tuple[Rule[RunConfig], ...] = (
-    Rule(
-        lambda t: isinstance(t.run.hang_timeout, int) and t.run.hang_timeout < 1,
-        "must be at least 1 second, auto, or off",
-        head=value_of("run.hang_timeout"),
-    ),
+    Rule(lambda t: isinstance(t.run.hang_timeout, int) and t.run.hang_timeout < 1,
+        "must be at least 1 second, auto, or off", head=value_of("run.hang_timeout")),
     Rule(_unnamed),
     Rule(_secret),
     Rule(lambda config: changing_bits(config.device.kind, config.cluster.environment)),
-)
+)  # fmt: skip

@@ -209,13 +209,9 @@ def _no_gpu_memory(config: RunConfig) -> bool:
 
 
 FITTING: tuple[Rule[RunConfig], ...] = (
-    Rule(
-        _no_gpu_memory,
-        "must be at least 1",
-        head=value_of("cluster.gpu_memory"),
-    ),
+    Rule(_no_gpu_memory, "must be at least 1", head=value_of("cluster.gpu_memory")),
     *map(Rule, (_more_ranks_than_gpus, _part_of_a_node, _srun_options)),
-)
+)  # fmt: skip
 
 
 def _unknown_nodes(config: RunConfig) -> Iterator[Problem]:

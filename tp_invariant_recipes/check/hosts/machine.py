@@ -196,17 +196,13 @@ def _here(test: Callable[[RunConfig], Any], text: str = "", solve: str = "", key
 LAYERS = (
     _here(_gpus),
     _here(_optimizer),
-    _here(
-        _apex,
-        "Megatron-Core's output layer needs Apex for it, which is on no registry",
-        f"{_FUSED}=false",
-        f"{_FUSED}=true",
-    ),
+    _here(_apex, "Megatron-Core's output layer needs Apex for it, which is on no registry", f"{_FUSED}=false",
+        f"{_FUSED}=true"),
     _here(_interfaces),
     _here(_loopback),
     _here(registry.problems),
     _here(_flash),
-)
+)  # fmt: skip
 RULES: tuple[Rule[PendingRun], ...] = (
     *LAYERS,
     _here(_logging),

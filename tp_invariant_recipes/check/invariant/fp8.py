@@ -65,37 +65,23 @@ def _other_recipe(config: RunConfig) -> bool:
 
 LIMITS = (
     _row(lambda t: _named(t, "fp4") or _sets("fp4")(t), "FP4 products have no definition here", "precision=bf16"),
-    _row(
-        lambda t: _named(t, "delayed"),
-        "delayed scaling takes scales from what a rank held in the steps before", f"{_INSTEAD}",
-    ),
-    _row(
-        _other_recipe,
-        f"of FP8 only the recipes {', '.join(low_precision.NAMED)} and fields like theirs are covered", f"{_INSTEAD}",
-    ),
+    _row(lambda t: _named(t, "delayed"), "delayed scaling takes scales from what a rank held in the steps before",
+        f"{_INSTEAD}"),
+    _row(_other_recipe,
+        f"of FP8 only the recipes {', '.join(low_precision.NAMED)} and fields like theirs are covered",
+        f"{_INSTEAD}"),
     _row(lambda t: t.model.get("fp8"), "the precision decides what is in FP8", f"model.fp8=null, {_INSTEAD}"),
     _fp8(lacks(mode.FP8), mode.only(mode.FP8)),
-    _fp8(
-        _sets(*low_precision.FP8_WEIGHTS),
-        "weights kept in FP8 between steps have scales of Megatron's", "mixed_precision.fp8_param_gather=false",
-    ),
-    _fp8(
-        _sets(low_precision.REUSED),
-        "gradients' memory holds gradients alone", f"mixed_precision.{low_precision.REUSED}=false",
-    ),
-    _fp8(
-        _sets("fp8_dot_product_attention", "fp8_multi_head_attention"),
-        "attention in FP8 has no invariant version",
-        "mixed_precision.fp8_dot_product_attention=false, mixed_precision.fp8_multi_head_attention=false",
-    ),
-    _fp8(
-        lambda t: _fields(t).get("fp8_wgrad") is False,
-        "weight gradients are in FP8, too", "mixed_precision.fp8_wgrad=true",
-    ),
-    _fp8(
-        lambda t: _fields(t).get("fp16") or not _fields(t).get("bf16", True),
-        "what is not in FP8 is in bf16", "mixed_precision.bf16=true",
-    ),
+    _fp8(_sets(*low_precision.FP8_WEIGHTS), "weights kept in FP8 between steps have scales of Megatron's",
+        "mixed_precision.fp8_param_gather=false"),
+    _fp8(_sets(low_precision.REUSED), "gradients' memory holds gradients alone",
+        f"mixed_precision.{low_precision.REUSED}=false"),
+    _fp8(_sets("fp8_dot_product_attention", "fp8_multi_head_attention"), "attention in FP8 has no invariant version",
+        "mixed_precision.fp8_dot_product_attention=false, mixed_precision.fp8_multi_head_attention=false"),
+    _fp8(lambda t: _fields(t).get("fp8_wgrad") is False, "weight gradients are in FP8, too",
+        "mixed_precision.fp8_wgrad=true"),
+    _fp8(lambda t: _fields(t).get("fp16") or not _fields(t).get("bf16", True), "what is not in FP8 is in bf16",
+        "mixed_precision.bf16=true"),
 )  # fmt: skip
 
 

@@ -43,19 +43,12 @@ def _fused_sinks(config: RunConfig) -> bool:
 
 
 LIMITS = (
-    limit(
-        lambda t: t.numerics.initial_weights != "invariant",
-        "Megatron draws other weights for every tp", "numerics.initial_weights=invariant",
-    ),
-    limit_of(
-        lacks(mode.FP64_NORM),
-        lambda t: t.numerics.grad_norm != "exact",
-        "an fp64 sum still depends on its order", "numerics.grad_norm=exact",
-    ),
-    limit(
-        lambda t: t.model.get("_target_") not in (None, *schema.PROVIDERS),
-        f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers",
-    ),
+    limit(lambda t: t.numerics.initial_weights != "invariant", "Megatron draws other weights for every tp",
+        "numerics.initial_weights=invariant"),
+    limit_of(lacks(mode.FP64_NORM), lambda t: t.numerics.grad_norm != "exact",
+        "an fp64 sum still depends on its order", "numerics.grad_norm=exact"),
+    limit(lambda t: t.model.get("_target_") not in (None, *schema.PROVIDERS),
+        f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers"),
     *model_rules.DELTA_NET_LIMITS,
     *model_rules.EXPERT_LIMITS,
     *model_rules.FAMILY_LIMITS,
@@ -69,37 +62,19 @@ LIMITS = (
     *fp8.LIMITS,
     *training_rules.LORA_LIMITS,
     limit_of(lambda t: t.shape.hybrid, lacks(mode.HYBRID), mode.only(mode.HYBRID)),
-    limit(
-        lambda t: set(t.shape.pattern) - HYBRID_SIGNS,
+    limit(lambda t: set(t.shape.pattern) - HYBRID_SIGNS,
         f"of hybrid layers only {', '.join(_OTHERS)} and {_LAST} have invariant versions",
-        "model.hybrid_layer_pattern",
-    ),
-    limit(
-        lambda t: t.model.get("use_mamba_mem_eff_path") is False,
-        "Megatron's other path through a Mamba layer is not covered", "model.use_mamba_mem_eff_path=true",
-    ),
+        "model.hybrid_layer_pattern"),
+    limit(lambda t: t.model.get("use_mamba_mem_eff_path") is False,
+        "Megatron's other path through a Mamba layer is not covered", "model.use_mamba_mem_eff_path=true"),
     *model_rules.NORM_LIMITS,
-    limit(
-        lambda t: (
-            t.shape.biased
-            and t.model.get("bias_activation_fusion")
-            and not t.shape.gated
-        ),
-        "a bias fused into an ungated activation has no invariant version", "model.bias_activation_fusion=false",
-    ),
-    limit(
-        lambda t: t.model.get("hidden_dropout") or t.model.get("attention_dropout"),
-        "dropout draws other numbers in every layout", "model.hidden_dropout=0, model.attention_dropout=0",
-    ),
-    limit_of(
-        cuts_sequences,
-        lacks(mode.CONTEXT_SHARDS),
-        mode.only(mode.CONTEXT_SHARDS), "cp=1, and leave numerics.context_shards out",
-    ),
-    limit_of(
-        lambda t: t.shape.hybrid,
-        *uncut("Mamba layers go through a sequence in order, and have"),
-    ),
+    limit(lambda t: (t.shape.biased and t.model.get("bias_activation_fusion") and not t.shape.gated),
+        "a bias fused into an ungated activation has no invariant version", "model.bias_activation_fusion=false"),
+    limit(lambda t: t.model.get("hidden_dropout") or t.model.get("attention_dropout"),
+        "dropout draws other numbers in every layout", "model.hidden_dropout=0, model.attention_dropout=0"),
+    limit_of(cuts_sequences, lacks(mode.CONTEXT_SHARDS), mode.only(mode.CONTEXT_SHARDS),
+        "cp=1, and leave numerics.context_shards out"),
+    limit_of(lambda t: t.shape.hybrid, *uncut("Mamba layers go through a sequence in order, and have")),
     naming("model.cp_comm_type", limit(
         lambda t: t.model.get("cp_comm_type") not in (None, "a2a"),
         "of context parallelism only the exchange of heads keeps attention whole", "model.cp_comm_type=a2a",
@@ -133,10 +108,8 @@ LIMITS = (
         lambda t: t.mixed_precision not in (None, "bf16_mixed") and not low_precision.enabled(t),
         "that precision has no invariant version", f"precision={', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}",
     )),
-    limit(
-        lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
-        "weights spread over more ranks are not covered", "model.gtp_weight_remat_size=1",
-    ),
+    limit(lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1, "weights spread over more ranks are not covered",
+        "model.gtp_weight_remat_size=1"),
     naming("model.attention_backend", limit(
         lambda t: name_of(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
         f"of attention only {', '.join(ATTENTION_BACKENDS[:-1])} and {ATTENTION_BACKENDS[-1]} are covered",
@@ -151,24 +124,16 @@ LIMITS = (
         _fused_sinks,
         "Transformer Engine has no deterministic fused attention with sinks", "model.attention_backend=auto",
     ),
-    _sinks(
-        has("multi_latent_attention"),
-        "multi-latent attention with sinks has no invariant version", "model.softmax_type=vanilla",
-    ),
+    _sinks(has("multi_latent_attention"), "multi-latent attention with sinks has no invariant version",
+        "model.softmax_type=vanilla"),
     *(limit(has(field), f"model.{field} is not covered", "leave it unset") for field in LAYERS_OFF),
-    limit(
-        has("tp_comm_overlap"),
-        "overlapped collectives add in an order of their own", "model.tp_comm_overlap=false",
-    ),
-    limit(
-        lambda t: not t.model.get("disable_bf16_reduced_precision_matmul"),
-        "cuBLAS may add parts of a product in bf16", "model.disable_bf16_reduced_precision_matmul=true",
-    ),
+    limit(has("tp_comm_overlap"), "overlapped collectives add in an order of their own",
+        "model.tp_comm_overlap=false"),
+    limit(lambda t: not t.model.get("disable_bf16_reduced_precision_matmul"),
+        "cuBLAS may add parts of a product in bf16", "model.disable_bf16_reduced_precision_matmul=true"),
     limit(has("delay_wgrad_compute"), "delayed weight gradients are not covered", "model.delay_wgrad_compute=false"),
-    limit(
-        has("cross_entropy_loss_fusion"),
-        "the fused cross entropy would bypass the invariant one", "model.cross_entropy_loss_fusion=false",
-    ),
+    limit(has("cross_entropy_loss_fusion"), "the fused cross entropy would bypass the invariant one",
+        "model.cross_entropy_loss_fusion=false"),
 )  # fmt: skip
 
 

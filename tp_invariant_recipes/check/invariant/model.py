@@ -46,41 +46,26 @@ def is_latent(config: RunConfig) -> bool:
 _latent_row = partial(limit_of, is_latent)
 
 LATENT_LIMITS = (
-    _latent_row(
-        lambda t: t.model.get("_target_") != schema.LATENT or not t.model.get(LATENT_FIELD),
+    _latent_row(lambda t: t.model.get("_target_") != schema.LATENT or not t.model.get(LATENT_FIELD),
         f"multi-latent attention is covered for {schema.LATENT.rpartition('.')[2]} "
-        f"with model.{LATENT_FIELD}=true alone",
-    ),
+        f"with model.{LATENT_FIELD}=true alone"),
     _latent_row(lacks(mode.LATENT), mode.only(mode.LATENT)),
     _latent_row(*unsplit("multi-latent attention under tensor parallelism needs")),
     _latent_row(*uncut("multi-latent attention has")),
-    _latent_row(
-        lambda t: t.shape.groups != t.shape.heads,
-        "multi-latent attention has keys and values for every head",
-        "leave model.num_query_groups unset",
-    ),
-    _latent_row(
-        lambda t: not t.shape.head_norms,
-        "multi-latent attention is covered with its norms of latents",
-        "model.qk_layernorm=true",
-    ),
-    _latent_row(
-        lambda t: t.shape.biased or t.model.get("add_qkv_bias"),
-        "multi-latent attention with biases is not covered",
-        "model.add_bias_linear=false, model.add_qkv_bias=false",
-    ),
-    _latent_row(
-        has("apply_rope_fusion"),
+    _latent_row(lambda t: t.shape.groups != t.shape.heads,
+        "multi-latent attention has keys and values for every head", "leave model.num_query_groups unset"),
+    _latent_row(lambda t: not t.shape.head_norms, "multi-latent attention is covered with its norms of latents",
+        "model.qk_layernorm=true"),
+    _latent_row(lambda t: t.shape.biased or t.model.get("add_qkv_bias"),
+        "multi-latent attention with biases is not covered", "model.add_bias_linear=false, model.add_qkv_bias=false"),
+    _latent_row(has("apply_rope_fusion"),
         "the fused rotation of multi-latent attention adds up the shared key's gradient in an order of its own",
-        "model.apply_rope_fusion=false",
-    ),
-    _latent_row(
-        has("recompute_granularity"),
+        "model.apply_rope_fusion=false"),
+    _latent_row(has("recompute_granularity"),
         "recomputation of multi-latent attention was not shown to have the same bits",
-        "model.recompute_granularity=null",
-    ),
+        "model.recompute_granularity=null"),
     *(_latent_row(has(field), f"model.{field} is not covered", "leave it unset") for field in LATENT_OFF),
-)
+)  # fmt: skip
 
 
 # What the invariant numerics cover of multi-token prediction (numerics/megatron/multi_token.py).
@@ -113,48 +98,27 @@ def _recomputes_several_layers(config: RunConfig) -> bool:
 
 MULTI_TOKEN_LIMITS = (
     _ahead_row(lacks(mode.MTP), mode.only(mode.MTP), WITHOUT),
-    _ahead_row(
-        lambda t: _hybrid(t) and not t.model.get(PATTERN),
-        "multi-token prediction of a hybrid model has no layers",
-        f"model.{PATTERN}='*E', or {WITHOUT}",
-    ),
-    _ahead_row(
-        lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*hybrid_layers.LAYERS},
-        f"of hybrid layers only {' '.join(hybrid_layers.LAYERS)} have invariant versions",
-        f"model.{PATTERN}",
-    ),
-    _ahead_row(
-        lambda t: not _hybrid(t) and t.model.get(REPEATED),
-        "one layer for all depths is covered for hybrid models alone",
-        f"model.{REPEATED}=false",
-    ),
+    _ahead_row(lambda t: _hybrid(t) and not t.model.get(PATTERN),
+        "multi-token prediction of a hybrid model has no layers", f"model.{PATTERN}='*E', or {WITHOUT}"),
+    _ahead_row(lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*hybrid_layers.LAYERS},
+        f"of hybrid layers only {' '.join(hybrid_layers.LAYERS)} have invariant versions", f"model.{PATTERN}"),
+    _ahead_row(lambda t: not _hybrid(t) and t.model.get(REPEATED),
+        "one layer for all depths is covered for hybrid models alone", f"model.{REPEATED}=false"),
     # Bridge adds these layers to the pattern, whatever mtp_num_layers is.
-    limit_of(
-        has(PATTERN),
-        lambda t: not t.model.get(MULTI_TOKEN),
-        f"model.{PATTERN} adds layers of multi-token prediction",
-        f"model.{PATTERN}=null, {WITHOUT}",
-    ),
+    limit_of(has(PATTERN), lambda t: not t.model.get(MULTI_TOKEN),
+        f"model.{PATTERN} adds layers of multi-token prediction", f"model.{PATTERN}=null, {WITHOUT}"),
     _ahead_row(*uncut("multi-token prediction has")),
     _ahead_row(*uncaptured("multi-token prediction has", f", or {WITHOUT}")),
-    _ahead_row(
-        lambda t: _before_the_last(t.model.get("pipeline_model_parallel_layout")),
+    _ahead_row(lambda t: _before_the_last(t.model.get("pipeline_model_parallel_layout")),
         "the layers of multi-token prediction are on the last stage, beside the loss",
-        "model.pipeline_model_parallel_layout=null",
-    ),
-    _ahead_row(
-        lambda t: _hybrid(t) and t.model.get("recompute_granularity") == "full",
+        "model.pipeline_model_parallel_layout=null"),
+    _ahead_row(lambda t: _hybrid(t) and t.model.get("recompute_granularity") == "full",
         "multi-token prediction of a hybrid model was not shown to have the same bits where "
-        "whole layers are recomputed",
-        "model.recompute_granularity=selective",
-    ),
-    _ahead_row(
-        _recomputes_several_layers,
-        "Megatron-Core recomputes the layers of multi-token prediction one by one",
-        "model.recompute_method=uniform, model.recompute_num_layers=1",
-    ),
+        "whole layers are recomputed", "model.recompute_granularity=selective"),
+    _ahead_row(_recomputes_several_layers, "Megatron-Core recomputes the layers of multi-token prediction one by one",
+        "model.recompute_method=uniform, model.recompute_num_layers=1"),
     *(_ahead_row(has(field), f"model.{field} is not covered", "leave it unset") for field in MULTI_TOKEN_OFF),
-)
+)  # fmt: skip
 
 
 # What the invariant numerics cover of gated delta nets (numerics/megatron/families/delta_net.py) and of gates.
@@ -167,49 +131,27 @@ def _gates(config: RunConfig) -> bool:
 _delta_row = partial(limit_of, lambda t: has_it(t.model))
 
 DELTA_NET_LIMITS = (
-    limit(
-        lambda t: t.model.get(families.VARIANT) not in (None, families.DELTA_NET),
-        "of attention's variants only gated delta nets are covered",
-        f"leave model.{families.VARIANT} unset",
-    ),
+    limit(lambda t: t.model.get(families.VARIANT) not in (None, families.DELTA_NET),
+        "of attention's variants only gated delta nets are covered", f"leave model.{families.VARIANT} unset"),
     _delta_row(lacks(mode.DELTA_NET), mode.only(mode.DELTA_NET), "numerics=tree"),
     limit_of(_gates, lacks(mode.GATES), mode.only(mode.GATES), "numerics=tree"),
-    limit_of(
-        has(ATTENTION_GATE),
-        is_latent,
-        "multi-latent attention has no gate",
-        f"model.{ATTENTION_GATE}=false",
-    ),
-    _delta_row(
-        lambda t: t.model.get("_target_") != schema.PROVIDERS[0],
-        f"gated delta nets are covered for {schema.PROVIDERS[0].rpartition('.')[2]} alone",
-    ),
-    _delta_row(
-        lambda t: t.model.get(families.FIELD) not in (None, SPEC),
-        "gated delta nets have layers of tpi's",
-        f"model.{families.FIELD}=null",
-    ),
-    _delta_row(
-        lambda t: t.model.get(FREQUENCY) is None,
-        "how often attention comes among gated delta nets is not said",
-        f"model.{FREQUENCY}=4",
-    ),
+    limit_of(has(ATTENTION_GATE), is_latent, "multi-latent attention has no gate", f"model.{ATTENTION_GATE}=false"),
+    _delta_row(lambda t: t.model.get("_target_") != schema.PROVIDERS[0],
+        f"gated delta nets are covered for {schema.PROVIDERS[0].rpartition('.')[2]} alone"),
+    _delta_row(lambda t: t.model.get(families.FIELD) not in (None, SPEC), "gated delta nets have layers of tpi's",
+        f"model.{families.FIELD}=null"),
+    _delta_row(lambda t: t.model.get(FREQUENCY) is None,
+        "how often attention comes among gated delta nets is not said", f"model.{FREQUENCY}=4"),
     _delta_row(lambda t: t.model.get(TAPS, 4) != 4, "the convolution takes four tokens", f"model.{TAPS}=4"),
     _delta_row(*unsplit("gated delta nets under tensor parallelism need")),
     limit_of(lambda t: has_it(t.model) or _gates(t), *uncut("gated delta nets and gates have")),
-    _delta_row(
-        lambda t: finetuning.packing(t) is not None,
-        "packed sequences in gated delta nets have no invariant version",
-        "dataset.enable_offline_packing=false",
-    ),
+    _delta_row(lambda t: finetuning.packing(t) is not None,
+        "packed sequences in gated delta nets have no invariant version", "dataset.enable_offline_packing=false"),
     _delta_row(finetuning.section, "adapters of gated delta nets have no invariant version", "peft=none"),
-    _delta_row(
-        lambda t: RECOMPUTED in (t.model.get("recompute_modules") or ()),
-        f"gated delta nets keep what {RECOMPUTED} would compute again",
-        "leave it out of model.recompute_modules",
-    ),
+    _delta_row(lambda t: RECOMPUTED in (t.model.get("recompute_modules") or ()),
+        f"gated delta nets keep what {RECOMPUTED} would compute again", "leave it out of model.recompute_modules"),
     _delta_row(has("add_bias_linear"), "gated delta nets have no biases", "model.add_bias_linear=false"),
-)
+)  # fmt: skip
 
 
 # What the invariant numerics cover of families with layers of their own (numerics/megatron/families).
@@ -230,14 +172,11 @@ FAMILY_LIMITS = (
     _family_row(low_precision.enabled, "has no version in FP8", "precision=bf16"),
     _family_row(*uncaptured("has")),
     _family_row(has("is_vision_language"), "sees no images", "model.is_vision_language=false"),
-    _family_row(
-        lambda t: t.model.get("scatter_embedding_sequence_parallel") is False,
-        "scatters its embeddings",
-        "model.scatter_embedding_sequence_parallel=true",
-    ),
+    _family_row(lambda t: t.model.get("scatter_embedding_sequence_parallel") is False, "scatters its embeddings",
+        "model.scatter_embedding_sequence_parallel=true"),
     _family_row(has("mtp_num_layers"), "has no multi-token prediction", "model.mtp_num_layers=null"),
     _family_row(has("add_bias_linear"), "has no biases", "model.add_bias_linear=false"),
-)
+)  # fmt: skip
 
 
 # What the invariant numerics cover of norms over the hidden size (numerics/megatron/base.py).
@@ -255,29 +194,17 @@ def other_layers(config: RunConfig) -> bool:
 _of_layer_norms = partial(limit_of, lambda t: t.model.get("normalization") == LAYER)
 
 NORM_LIMITS = (
-    limit(
-        lambda t: t.model.get("normalization") not in (RMS, LAYER),
-        f"of norms only {RMS} and {LAYER} are covered",
-        f"model.normalization={RMS}",
-    ),
+    limit(lambda t: t.model.get("normalization") not in (RMS, LAYER), f"of norms only {RMS} and {LAYER} are covered",
+        f"model.normalization={RMS}"),
     _of_layer_norms(lacks(mode.LAYER_NORM), mode.only(mode.LAYER_NORM), f"model.normalization={RMS}"),
-    _of_layer_norms(
-        other_layers,
+    _of_layer_norms(other_layers,
         f"{LAYER} is covered for GPT models without multi-token prediction or layers of their own",
-        f"model.normalization={RMS}",
-    ),
-    _of_layer_norms(
-        has("qk_layernorm"),
-        f"of norms of queries and keys only {RMS} is covered",
-        "model.qk_layernorm=false",
-    ),
-    limit_of(
-        has("layernorm_zero_centered_gamma"),
-        lacks(mode.CENTRED),
-        mode.only(mode.CENTRED),
-        "model.layernorm_zero_centered_gamma=false",
-    ),
-)
+        f"model.normalization={RMS}"),
+    _of_layer_norms(has("qk_layernorm"), f"of norms of queries and keys only {RMS} is covered",
+        "model.qk_layernorm=false"),
+    limit_of(has("layernorm_zero_centered_gamma"), lacks(mode.CENTRED), mode.only(mode.CENTRED),
+        "model.layernorm_zero_centered_gamma=false"),
+)  # fmt: skip
 
 
 # The limits of the invariant experts, for models with experts.
@@ -326,20 +253,12 @@ def _counts_captured_sequences(config: RunConfig) -> bool:
 
 EXPERT_LIMITS = (
     _expert_row(lacks(mode.EXPERTS), mode.only(mode.EXPERTS)),
-    _expert_row(
-        lambda t: t.layout.etp > 1,
-        "experts split over ranks have no invariant version",
-        "etp=1",
-    ),
-    _expert_row(
-        lambda t: not _owned(t),
+    _expert_row(lambda t: t.layout.etp > 1, "experts split over ranks have no invariant version", "etp=1"),
+    _expert_row(lambda t: not _owned(t),
         "each expert needs one rank that computes it: of tp and ep one must divide the other, and both "
-        "model.num_moe_experts",
-    ),
-    _expert_row(
-        lambda t: t.device.kind == "cpu" and t.shape.expert_width % VECTORS,
-        f"on a CPU model.moe_ffn_hidden_size must be a multiple of {VECTORS}",
-    ),
+        "model.num_moe_experts"),
+    _expert_row(lambda t: t.device.kind == "cpu" and t.shape.expert_width % VECTORS,
+        f"on a CPU model.moe_ffn_hidden_size must be a multiple of {VECTORS}"),
     _of_latents(*uncut("experts of latents have")),
     _of_latents(has("add_bias_linear"), "experts of latents are covered without biases", "model.add_bias_linear=false"),
     _of_latents(*uncaptured("experts of latents have")),
@@ -360,30 +279,17 @@ EXPERT_LIMITS = (
             f"model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
         ),
     ),
-    _expert_row(
-        _counts_packed_sequences,
+    _expert_row(_counts_packed_sequences,
         f"the sequences of a packed row come in another order than {GLOBAL} counts them",
-        "model.moe_router_load_balancing_type=seq_aux_loss",
-    ),
-    _expert_row(
-        _counts_captured_sequences,
-        f"{GLOBAL} counts sequences where a captured layer cannot",
-        "cuda_graph=off",
-    ),
-    _expert_row(
-        lambda t: t.model.get("moe_router_dtype") not in (None, "fp32"),
-        "only model.moe_router_dtype=fp32 or null is covered",
-    ),
-    _expert_row(
-        lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
-        "the flex dispatcher has no invariant version",
-        "model.moe_token_dispatcher_type=alltoall",
-    ),
-    _expert_row(
-        lambda t: t.model.get(Z_LOSS) and t.model.get("mtp_use_repeated_layer"),
-        "one layer for all depths of multi-token prediction has no z-loss",
-        f"model.{Z_LOSS}=null",
-    ),
+        "model.moe_router_load_balancing_type=seq_aux_loss"),
+    _expert_row(_counts_captured_sequences, f"{GLOBAL} counts sequences where a captured layer cannot",
+        "cuda_graph=off"),
+    _expert_row(lambda t: t.model.get("moe_router_dtype") not in (None, "fp32"),
+        "only model.moe_router_dtype=fp32 or null is covered"),
+    _expert_row(lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
+        "the flex dispatcher has no invariant version", "model.moe_token_dispatcher_type=alltoall"),
+    _expert_row(lambda t: t.model.get(Z_LOSS) and t.model.get("mtp_use_repeated_layer"),
+        "one layer for all depths of multi-token prediction has no z-loss", f"model.{Z_LOSS}=null"),
     *(
         _expert_row(
             has(field),
@@ -392,4 +298,4 @@ EXPERT_LIMITS = (
         )
         for field in EXPERTS_OFF
     ),
-)
+)  # fmt: skip

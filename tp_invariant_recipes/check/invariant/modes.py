@@ -31,83 +31,52 @@ ABSENT = (
     *("moe_router_dtype", "moe_z_loss_coeff", "moe_latent_size"),
 )
 EXPERTS = (
-    _experts(
-        lambda t: t.model.get("moe_router_score_function", "softmax") != "softmax",
-        "of routers only softmax has a portable version",
-        "model.moe_router_score_function=softmax",
-    ),
-    _experts(
-        lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in ("aux_loss", "none"),
-        "of balancing losses only aux_loss has a portable version",
-        "model.moe_router_load_balancing_type=aux_loss",
-    ),
-    _experts(
-        lambda t: not layers_alike(t.shape.expert_layers),
-        "dense layers beside layers of experts have no portable version",
-        "leave model.moe_layer_freq unset",
-    ),
+    _experts(lambda t: t.model.get("moe_router_score_function", "softmax") != "softmax",
+        "of routers only softmax has a portable version", "model.moe_router_score_function=softmax"),
+    _experts(lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in ("aux_loss", "none"),
+        "of balancing losses only aux_loss has a portable version", "model.moe_router_load_balancing_type=aux_loss"),
+    _experts(lambda t: not layers_alike(t.shape.expert_layers),
+        "dense layers beside layers of experts have no portable version", "leave model.moe_layer_freq unset"),
     *(
         _portable_row(has(field), f"experts with model.{field} have no portable version", "leave it unset")
         for field in ABSENT
     ),
-)
+)  # fmt: skip
 
 PORTABLE_LIMITS = (
-    _portable_row(
-        lambda t: t.model.get("transformer_impl") not in (None, "local"),
-        "Transformer Engine's layers have a library's arithmetic", "model.transformer_impl=local",
-    ),
-    _portable_row(
-        lambda t: t.mixed_precision != "bf16_mixed" and not low_precision.enabled(t),
-        "attention and products are stated for bf16 and FP8 only", "precision=bf16",
-    ),
+    _portable_row(lambda t: t.model.get("transformer_impl") not in (None, "local"),
+        "Transformer Engine's layers have a library's arithmetic", "model.transformer_impl=local"),
+    _portable_row(lambda t: t.mixed_precision != "bf16_mixed" and not low_precision.enabled(t),
+        "attention and products are stated for bf16 and FP8 only", "precision=bf16"),
     _portable_row(lambda t: t.shape.hybrid, "Mamba layers have no portable version", "numerics=tree"),
     *EXPERTS,
-    _portable_row(
-        lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
-        "attention sinks have no portable version", "model.softmax_type=vanilla",
-    ),
+    _portable_row(lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
+        "attention sinks have no portable version", "model.softmax_type=vanilla"),
     *(
         _portable_row(has(field), f"activations with model.{field} have no portable version", "leave it unset")
         for field in ("activation_func_clamp_value", "glu_linear_offset")
     ),
     _portable_row(has("window_size"), "windows of attention have no portable version", "leave model.window_size unset"),
-    _portable_row(
-        lambda t: t.model.get("position_embedding_type") == "yarn",
-        "YaRN has no portable version", "model.position_embedding_type=rope",
-    ),
+    _portable_row(lambda t: t.model.get("position_embedding_type") == "yarn", "YaRN has no portable version",
+        "model.position_embedding_type=rope"),
     _portable_row(cuts_sequences, "cp has no portable version", "cp=1, and leave numerics.context_shards out"),
-    _portable_row(
-        lambda t: name_of(t.model.get("activation_func")) != "silu" or not t.shape.gated,
+    _portable_row(lambda t: name_of(t.model.get("activation_func")) != "silu" or not t.shape.gated,
         "of activations only SwiGLU has a portable version",
-        "model.activation_func=torch.nn.functional.silu, model.gated_linear_unit=true",
-    ),
-    _portable_row(
-        has("add_bias_linear"),
-        "biases of projections have no portable version",
-        "model.add_bias_linear=false (model.add_qkv_bias may be true)",
-    ),
+        "model.activation_func=torch.nn.functional.silu, model.gated_linear_unit=true"),
+    _portable_row(has("add_bias_linear"), "biases of projections have no portable version",
+        "model.add_bias_linear=false (model.add_qkv_bias may be true)"),
     _portable_row(
         lambda t: t.model.get("position_embedding_type", "rope") != "rope" or t.model.get("rotary_interleaved"),
         "of positions only rotary ones in halves have a portable version",
-        "model.position_embedding_type=rope, model.rotary_interleaved=false",
-    ),
-    _portable_row(
-        lambda t: name_of(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
-        "it has an attention of its own", "model.attention_backend=auto",
-    ),
-    _portable_row(
-        lambda t: t.section("optimizer").get("optimizer", "adam") != "adam",
-        "of optimizers only Adam has a portable version", "optimizer.optimizer=adam",
-    ),
-    _portable_row(
-        lambda t: t.section("optimizer").get("use_precision_aware_optimizer"),
-        "Adam's moments are fp32", "optimizer.use_precision_aware_optimizer=false",
-    ),
-    _portable_row(
-        lambda t: t.section("scheduler").get("lr_decay_style", "linear") not in SCHEDULES,
-        "other schedules take a library's power", f"scheduler.lr_decay_style one of {', '.join(SCHEDULES)}",
-    ),
+        "model.position_embedding_type=rope, model.rotary_interleaved=false"),
+    _portable_row(lambda t: name_of(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
+        "it has an attention of its own", "model.attention_backend=auto"),
+    _portable_row(lambda t: t.section("optimizer").get("optimizer", "adam") != "adam",
+        "of optimizers only Adam has a portable version", "optimizer.optimizer=adam"),
+    _portable_row(lambda t: t.section("optimizer").get("use_precision_aware_optimizer"), "Adam's moments are fp32",
+        "optimizer.use_precision_aware_optimizer=false"),
+    _portable_row(lambda t: t.section("scheduler").get("lr_decay_style", "linear") not in SCHEDULES,
+        "other schedules take a library's power", f"scheduler.lr_decay_style one of {', '.join(SCHEDULES)}"),
 )  # fmt: skip
 
 
@@ -139,58 +108,23 @@ def _waiting_experts(config: RunConfig) -> bool:
 
 
 GRAPH_LIMITS = (
-    _graph_row(
-        (FULL, TE),
-        lambda t: not _captured_with(t),
-        "its layers have not been captured",
-        "cuda_graph=off, or numerics=tree",
-    ),
-    _graph_row(
-        (TE,),
-        lambda t: _captured_with(t) == {IMPLEMENTATIONS[FULL]},
-        "its layers have been captured with the whole step only",
-        "cuda_graph=full, or off",
-    ),
-    _graph_row(
-        (TE,),
-        lambda t: (t.numerics.context_shards or 1) > 1,
-        "a captured layer gets a mask, which attention with context shards does not take",
-        "cuda_graph=full, or off",
-    ),
-    _graph_row(
-        (TE,),
-        lambda t: {*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())},
+    _graph_row((FULL, TE), lambda t: not _captured_with(t), "its layers have not been captured",
+        "cuda_graph=off, or numerics=tree"),
+    _graph_row((TE,), lambda t: _captured_with(t) == {IMPLEMENTATIONS[FULL]},
+        "its layers have been captured with the whole step only", "cuda_graph=full, or off"),
+    _graph_row((TE,), lambda t: (t.numerics.context_shards or 1) > 1,
+        "a captured layer gets a mask, which attention with context shards does not take", "cuda_graph=full, or off"),
+    _graph_row((TE,), lambda t: {*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())},
         f"{' and '.join(NOT_INVARIANT)} have been captured with the whole step only",
-        "leave them out of model.cuda_graph_modules, or cuda_graph=full",
-    ),
-    _graph_row(
-        (FULL,),
-        lambda t: t.layout.pp > 1,
-        "stages wait for each other where a captured step cannot",
-        "pp=1, or with numerics=tree cuda_graph=te",
-    ),
-    _graph_row(
-        (FULL,),
-        _captured_experts,
-        "experts have not been captured",
-        "cuda_graph=off, or numerics=tree",
-    ),
-    _graph_row(
-        (FULL,),
-        _sampled_experts,
-        "guard=products samples no product of experts in a graph of the whole step",
-        "cuda_graph=te, or guard=off",
-    ),
-    _graph_row(
-        (FULL,),
-        _waiting_experts,
+        "leave them out of model.cuda_graph_modules, or cuda_graph=full"),
+    _graph_row((FULL,), lambda t: t.layout.pp > 1, "stages wait for each other where a captured step cannot",
+        "pp=1, or with numerics=tree cuda_graph=te"),
+    _graph_row((FULL,), _captured_experts, "experts have not been captured", "cuda_graph=off, or numerics=tree"),
+    _graph_row((FULL,), _sampled_experts, "guard=products samples no product of experts in a graph of the whole step",
+        "cuda_graph=te, or guard=off"),
+    _graph_row((FULL,), _waiting_experts,
         "experts in FP8 or with biases wait for numbers of tokens from the GPU where a captured step cannot",
-        "cuda_graph=te, or off",
-    ),
-    _graph_row(
-        (FULL, TE),
-        lambda t: (t.cluster.environment | dict(os.environ)).get(CHECK) == "1",
-        f"{CHECK}=1 compares products where a captured step cannot wait",
-        "cuda_graph=off, or leave it unset",
-    ),
-)
+        "cuda_graph=te, or off"),
+    _graph_row((FULL, TE), lambda t: (t.cluster.environment | dict(os.environ)).get(CHECK) == "1",
+        f"{CHECK}=1 compares products where a captured step cannot wait", "cuda_graph=off, or leave it unset"),
+)  # fmt: skip

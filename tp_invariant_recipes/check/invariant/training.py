@@ -40,23 +40,15 @@ def _unread(name: str) -> Test:
 
 
 MUON_LIMITS = (
-    limit(
-        lambda t: _computes(t) and _value(t, muon.TP_MODE) != muon.WHOLE,
-        "Muon would orthogonalise the part of a matrix that a rank has",
-        f"optimizer.{muon.TP_MODE}={muon.WHOLE}",
-    ),
+    limit(lambda t: _computes(t) and _value(t, muon.TP_MODE) != muon.WHOLE,
+        "Muon would orthogonalise the part of a matrix that a rank has", f"optimizer.{muon.TP_MODE}={muon.WHOLE}"),
     *(limit(_unread(name), f"optimizer.{name}: only Muon reads it", "leave it unset") for name in muon.READ),
-    limit(
-        lambda t: muon.is_layer_wise(t.section("optimizer")) and muon.owns_copies(t),
+    limit(lambda t: muon.is_layer_wise(t.section("optimizer")) and muon.owns_copies(t),
         "without data-parallel ranks Megatron-Core saves each copy of an expert as the only one",
-        f"optimizer.{muon.LAYER_WISE}=false",
-    ),
-    limit(
-        lambda t: _computes(t) and finetuning.adapts(t),
-        "adapters have not been trained with Muon",
-        "optimizer.optimizer=adam",
-    ),
-)
+        f"optimizer.{muon.LAYER_WISE}=false"),
+    limit(lambda t: _computes(t) and finetuning.adapts(t), "adapters have not been trained with Muon",
+        "optimizer.optimizer=adam"),
+)  # fmt: skip
 
 
 # What the invariant numerics cover of fine-tuning on examples.
@@ -71,28 +63,19 @@ _per_token = partial(limit_of, has("calculate_per_token_loss"))
 
 EXAMPLE_LIMITS = (
     _example_row(lacks(mode.FINETUNING), mode.only(mode.FINETUNING)),
-    _example_row(
-        lambda t: not _options(t).get("pad_to_max_length"),
+    _example_row(lambda t: not _options(t).get("pad_to_max_length"),
         "how far an example is padded depends on the others of its rank",
-        "dataset.dataset_kwargs.pad_to_max_length=true",
-    ),
-    _example_row(
-        lambda t: _options(t).get("get_attention_mask_from_fusion") is False,
+        "dataset.dataset_kwargs.pad_to_max_length=true"),
+    _example_row(lambda t: _options(t).get("get_attention_mask_from_fusion") is False,
         "a mask of the data's own has no invariant version",
-        "dataset.dataset_kwargs.get_attention_mask_from_fusion=true",
-    ),
-    _example_row(
-        cuts_sequences,
+        "dataset.dataset_kwargs.get_attention_mask_from_fusion=true"),
+    _example_row(cuts_sequences,
         "fine-tuning with context parallelism is not covered: a shard may have no token that counts",
-        "cp=1, and leave numerics.context_shards out",
-    ),
+        "cp=1, and leave numerics.context_shards out"),
     _per_token(lacks(mode.TOKEN_LOSS), mode.only(mode.TOKEN_LOSS), "model.calculate_per_token_loss=false"),
-    _per_token(
-        cuts_sequences,
-        "context-parallel ranks would count a sequence's tokens several times",
-        "model.calculate_per_token_loss=false",
-    ),
-)
+    _per_token(cuts_sequences, "context-parallel ranks would count a sequence's tokens several times",
+        "model.calculate_per_token_loss=false"),
+)  # fmt: skip
 
 
 # What the invariant numerics cover of packed sequences (numerics/megatron/attention/packed.py).
@@ -142,27 +125,18 @@ def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
 PACKED_LIMITS = (
     _packed_row(lambda t, _: lacks(mode.PACKED)(t), mode.only(mode.PACKED), WITHOUT),
     limit(_uneven_padding),
-    _packed_row(
-        lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
+    _packed_row(lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
         "the number of sequences differs from row to row, and a captured step has one",
-        "cuda_graph=off, dataset.offline_packing_specs.pad_cu_seqlens=false",
-    ),
-    _packed_row(
-        lambda t, specs: t.device.kind == "cpu" and not uneven(t, specs) and _routed(t, specs) % VECTORS,
+        "cuda_graph=off, dataset.offline_packing_specs.pad_cu_seqlens=false"),
+    _packed_row(lambda t, specs: t.device.kind == "cpu" and not uneven(t, specs) and _routed(t, specs) % VECTORS,
         f"on a CPU dataset.offline_packing_specs.pad_seq_to_mult / numerics.virtual_shards * model.num_moe_experts "
-        f"must be a multiple of {VECTORS}",
-    ),
-    _packed_row(
-        lambda t, _: t.shape.depths and not t.model.get("calculate_per_token_loss"),
+        f"must be a multiple of {VECTORS}"),
+    _packed_row(lambda t, _: t.shape.depths and not t.model.get("calculate_per_token_loss"),
         "multi-token prediction of packed sequences is covered where each token counts alike",
-        "model.calculate_per_token_loss=true",
-    ),
-    _packed_row(
-        lambda t, _: t.ledger.trace is not None,
-        "a trace has one place for the module of a row, which runs once for each sequence",
-        "leave ledger.trace out",
-    ),
-)
+        "model.calculate_per_token_loss=true"),
+    _packed_row(lambda t, _: t.ledger.trace is not None,
+        "a trace has one place for the module of a row, which runs once for each sequence", "leave ledger.trace out"),
+)  # fmt: skip
 
 
 # What the invariant numerics cover of LoRA.
@@ -190,17 +164,12 @@ LORA_LIMITS = (
     _lora_row(
         lambda t, fields: not finetuning.targets(fields) or {*finetuning.targets(fields)} - {*finetuning.TARGETS},
         f"of layers only {', '.join(finetuning.TARGETS)} have invariant adapters, in all layers alike",
-        "name these in peft.target_modules",
-    ),
-    _lora_row(
-        lambda t, fields: fields.get("dropout"),
-        "dropout of adapters draws other numbers in every layout", "peft.dropout=0",
-    ),
+        "name these in peft.target_modules"),
+    _lora_row(lambda t, fields: fields.get("dropout"), "dropout of adapters draws other numbers in every layout",
+        "peft.dropout=0"),
     *(_lora_row(_off(name), f"peft.{name} is not covered", "leave it unset") for name in OFF),
     limit_of(finetuning.adapts, *uncut("LoRA has")),
     limit_of(finetuning.adapts, *uncaptured("adapters have")),
-    _lora_row(
-        lambda t, _: t.model.get("pipeline_model_parallel_layout"),
-        "a stage without layers has no adapter to send a gradient to", "model.pipeline_model_parallel_layout=null",
-    ),
+    _lora_row(lambda t, _: t.model.get("pipeline_model_parallel_layout"),
+        "a stage without layers has no adapter to send a gradient to", "model.pipeline_model_parallel_layout=null"),
 )  # fmt: skip
