@@ -117,11 +117,8 @@ KNOWN = (
                "xavier_normal_ xavier_uniform_ zeros_"),
         "model.init_method_std=0.02, or one of torch.nn.init, such as torch.nn.init.normal_",
     ),
-    (
-        _names("model", "transformer_layer_spec hybrid_stack_spec"),
-        ("megatron.", "tp_invariant_recipes."),
-        "one of megatron.bridge, or a recipe with its own (recipe=FILE.py:FUNCTION)",
-    ),
+    (_names("model", "transformer_layer_spec hybrid_stack_spec"), ("megatron.", "tp_invariant_recipes."),
+        "one of megatron.bridge, or a recipe with its own (recipe=FILE.py:FUNCTION)"),
     (
         _names("model", "finalize_model_grads_func grad_scale_func grad_sync_func no_sync_func param_sync_func "
                "moe_grad_scale_func mtp_grad_scale_func experimental_attention_variant_loss_scale_func"),

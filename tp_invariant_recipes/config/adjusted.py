@@ -268,8 +268,7 @@ ROWS: tuple[Adjustment, ...] = (
     _row(None, "multi-latent attention keeps what it computed", "model.recompute_granularity",
          lambda t, was: was and model_rules.is_latent(t)),
     # The result is the same for any cp. C first: it follows cp where nobody has typed it.
-    _row(_largest_cp, _CONTEXT, "numerics.context_shards",
-         lambda t, was: was == t.layout.cp and _is_above(t, was)),
+    _row(_largest_cp, _CONTEXT, "numerics.context_shards", lambda t, was: was == t.layout.cp and _is_above(t, was)),
     _row(_largest_cp, _CONTEXT, "model.context_parallel_size", _is_above),
     # So it is for any pp, ep and etp.
     *(_row(_of_stage(end), _STAGES, f"model.{field}", _is_unsaid(end), unset=True)

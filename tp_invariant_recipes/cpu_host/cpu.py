@@ -139,11 +139,8 @@ TORCH = (
     _cuda("device_count", _always(1), "Bridge seeds the RNG tracker only where it counts a device"),
     _cuda("set_device", _always(None), _NO_DEVICE),
     _cuda("get_device_capability", _always((0, 0)), _NO_DEVICE),
-    _cuda(
-        "get_device_properties",
-        _always(SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=0)),
-        _NO_DEVICE,
-    ),
+    _cuda("get_device_properties",
+        _always(SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=0)), _NO_DEVICE),
     _cuda("synchronize", _always(None), _NO_STREAM),
     _cuda("empty_cache", _always(None), _NO_STREAM),
     _cuda("Stream", _instead(_Inert), _NO_STREAM),
@@ -163,15 +160,12 @@ TORCH = (
     _cuda("set_rng_state", _instead(_set_rng_state), _RNG),
     Replacement("torch.cuda.random:get_rng_state", _instead(_get_rng_state), _RNG),
     Replacement("torch.nn:Module.cuda", lambda original: lambda self, *a, **k: self, _NO_DEVICE),
-)
+)  # fmt: skip
 
 MEGATRON = (
     Replacement("megatron.core.tensor_parallel.random:_set_cuda_rng_state", _instead(_set_rng_state), _RNG),
-    Replacement(
-        "megatron.core.tensor_parallel.random:CheckpointFunction.backward",
-        lambda original: staticmethod(_within_modes(original)),
-        _BACKWARD,
-    ),
+    Replacement("megatron.core.tensor_parallel.random:CheckpointFunction.backward",
+        lambda original: staticmethod(_within_modes(original)), _BACKWARD),
     Replacement("megatron.core.tensor_parallel.random:CheckpointWithoutOutput._recompute", _within_modes, _BACKWARD),
     Replacement(
         "megatron.core.tensor_parallel.random:_get_share_storage",
@@ -179,41 +173,26 @@ MEGATRON = (
         "Megatron saves a copy by a C++ extension, which a CPU would compile for a minute in the first backward pass",
     ),
     *torch_norm.REPLACEMENTS,
-    Replacement(
-        "megatron.core.transformer.transformer_block:LayerNormImpl",
-        _from(_LOCAL_NORM),
-        "the final norm is otherwise Apex's or Transformer Engine's",
-    ),
-    Replacement(
-        "megatron.core.models.hybrid.hybrid_block:TENorm",
-        _from(_LOCAL_NORM),
-        "the final norm is otherwise Transformer Engine's",
-    ),
-    instead(
-        "megatron.core.transformer.moe.moe_layer:TELinear",
+    Replacement("megatron.core.transformer.transformer_block:LayerNormImpl", _from(_LOCAL_NORM),
+        "the final norm is otherwise Apex's or Transformer Engine's"),
+    Replacement("megatron.core.models.hybrid.hybrid_block:TENorm", _from(_LOCAL_NORM),
+        "the final norm is otherwise Transformer Engine's"),
+    instead("megatron.core.transformer.moe.moe_layer:TELinear",
         "cpu_host.stand_ins.duplicated_linear:DuplicatedLinear",
-        "projections between hidden size and experts' latents are otherwise Transformer Engine's",
-    ),
+        "projections between hidden size and experts' latents are otherwise Transformer Engine's"),
     Replacement("megatron.core.transformer.moe.moe_layer:HAVE_TE", _always(True), "so are they where they are local"),
-    Replacement(
-        "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+    Replacement("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
         lambda original: lambda self, fp8=None: original(self, fp8=None),
-        "norms that are computed again ask Transformer Engine whether they are in FP8",
-    ),
+        "norms that are computed again ask Transformer Engine whether they are in FP8"),
     *context_attention.REPLACEMENTS,
     *mamba.REPLACEMENTS,
     *delta_net.REPLACEMENTS,
-    Replacement(
-        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-        _instead(_splits_as_numpy),
-        "Gloo's all-to-all takes split sizes as numbers, and here they are on the CPU from the start",
-    ),
+    Replacement("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", _instead(_splits_as_numpy),
+        "Gloo's all-to-all takes split sizes as numbers, and here they are on the CPU from the start"),
     Replacement("megatron.core.optimizer:Adam", _instead(torch.optim.AdamW), _NO_TE),
-    Replacement(
-        "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
+    Replacement("megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
         _from("megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.broadcast_params"),
-        "ranks own matrices of unlike sizes, and Gloo gathers equal ones only",
-    ),
+        "ranks own matrices of unlike sizes, and Gloo gathers equal ones only"),
     *torch_adam.REPLACEMENTS,
     *(
         Replacement(f"megatron.{module}:{name}", _from(f"megatron.core.utils:{twin}"), _NO_TE)
@@ -226,7 +205,7 @@ MEGATRON = (
             ("core.optimizer.optimizer", "multi_tensor_scale_impl", "local_multi_tensor_scale"),
         )
     ),
-)
+)  # fmt: skip
 
 BRIDGE = (
     *(
@@ -236,22 +215,15 @@ BRIDGE = (
             ("multi_tensor_l2norm", "local_multi_tensor_l2_norm"),
         )
     ),
-    Replacement(
-        "megatron.bridge.training.setup:initialize_megatron",
+    Replacement("megatron.bridge.training.setup:initialize_megatron",
         lambda original: partial(original, allow_no_cuda=True),
-        "Bridge asserts CUDA unless told that none is needed",
-    ),
-    Replacement(
-        "megatron.bridge.peft.utils:HAVE_TE",
+        "Bridge asserts CUDA unless told that none is needed"),
+    Replacement("megatron.bridge.peft.utils:HAVE_TE",
         lambda original: original and installed_version("transformer-engine") is not None,
-        "it is true of placeholders, which are no classes that a layer could be compared with",
-    ),
-    Replacement(
-        "megatron.bridge.training.setup:set_jit_fusion_options",
-        _always(None),
-        "it only warms up fused CUDA kernels, by compiling them for a CPU that will not use them",
-    ),
-)
+        "it is true of placeholders, which are no classes that a layer could be compared with"),
+    Replacement("megatron.bridge.training.setup:set_jit_fusion_options", _always(None),
+        "it only warms up fused CUDA kernels, by compiling them for a CPU that will not use them"),
+)  # fmt: skip
 
 
 @contextmanager

@@ -22,11 +22,9 @@ class KnownSet:
 
 # The last one is that of the locks.
 KNOWN = (
-    KnownSet(
-        {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2", "transformer-engine": "2.20.2"},
-        "make test on x86-64 CPUs, without Transformer Engine; tests/gpu on up to four H200s",
-    ),
-)
+    KnownSet({"megatron-bridge": "0.6.2", "megatron-core": "0.19.2", "transformer-engine": "2.20.2"},
+        "make test on x86-64 CPUs, without Transformer Engine; tests/gpu on up to four H200s"),
+)  # fmt: skip
 
 
 # Label -> distribution.

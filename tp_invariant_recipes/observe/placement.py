@@ -366,21 +366,16 @@ ROWS = (
     ModuleRow(_NORM, (("x", heads(_DELTA_HEADS)),), (heads(_DELTA_HEADS),), names=("out_norm",)),
     ModuleRow(_NORM, (("x", latent("kv_lora_rank")),), (latent("kv_lora_rank"),), names=("kv_layernorm",)),
     ModuleRow(_DUPLICATED, (("x", hidden),), (latent("q_lora_rank"),), names=("linear_q_down_proj",)),
-    ModuleRow(
-        _DUPLICATED, (("x", hidden),), (latent("kv_lora_rank", "qk_pos_emb_head_dim"),), names=("linear_kv_down_proj",)
-    ),
+    ModuleRow(_DUPLICATED, (("x", hidden),), (latent("kv_lora_rank", "qk_pos_emb_head_dim"),),
+        names=("linear_kv_down_proj",)),
     ModuleRow(_DUPLICATED, (("x", hidden),), (latent("moe_latent_size"),), names=("fc1_latent_proj",)),
     ModuleRow(_DUPLICATED, (("x", latent("moe_latent_size")),), (hidden,), names=("fc2_latent_proj",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (sliced,), names=("linear_q_proj",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", latent("q_lora_rank")),), (sliced,), names=("linear_q_up_proj",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", latent("kv_lora_rank")),), (sliced,), names=("linear_kv_up_proj",)),
     ModuleRow(_NORM, (("x", heads("num_query_groups")),), (heads("num_query_groups"),), names=("k_layernorm",)),
-    ModuleRow(
-        _NORM,
-        (("x", hidden),),
-        (hidden,),
-        names=("input_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm", "final_norm"),
-    ),
+    ModuleRow(_NORM, (("x", hidden),), (hidden,),
+        names=("input_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm", "final_norm")),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (columns(_qkv),), names=("linear_qkv",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (_FC1,), names=("linear_fc1",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (sliced,), names=("output_layer",)),
@@ -395,7 +390,7 @@ ROWS = (
     ModuleRow(("FusedScaleMaskSoftmax",), (("input", scores),), (scores,)),
     ModuleRow(("TopKRouter",), (("input", hidden),), (experts, experts)),
     ModuleRow(_EXPERTS, below="unplaced"),
-)
+)  # fmt: skip
 
 
 def row_of(module: Any, name: str) -> ModuleRow | None:

@@ -147,38 +147,18 @@ def splits_muon_in_blocks(config: RunConfig) -> bool:
 
 
 FAULTS = (
-    Fault(
-        "norm of sinks",
-        "Megatron-LM #7452, finding 8, and #7530",
-        "the clipping norm has the sinks of one tensor-parallel rank alone",
-        core_gradients.split_sinks,
-        "^norm/",
-        patch=core_gradients.SINKS,
-    ),
-    Fault(
-        "norm of delta nets",
-        "Megatron-LM #7452, finding 11",
+    Fault("norm of sinks", "Megatron-LM #7452, finding 8, and #7530",
+        "the clipping norm has the sinks of one tensor-parallel rank alone", core_gradients.split_sinks, "^norm/",
+        patch=core_gradients.SINKS),
+    Fault("norm of delta nets", "Megatron-LM #7452, finding 11",
         "without sequence parallelism each tensor-parallel rank keeps its own gradient of out_norm",
-        core_gradients.delta_nets,
-        r"^(gradients|updates)/.*\bout_norm\b",
-        patch=core_gradients.DELTA_NET,
-    ),
-    Fault(
-        "biases of experts",
-        "no report yet",
-        "biases of experts' second matrices get tp times their gradient",
-        split_biased_experts,
-        r"^(gradients|updates)/.*experts.*linear_fc2\.bias|^norm/",
-        patch=core_gradients.EXPERT_BIAS_SUM,
-    ),
-    Fault(
-        "multi-token prediction over cp",
-        "Megatron-LM #7498",
+        core_gradients.delta_nets, r"^(gradients|updates)/.*\bout_norm\b", patch=core_gradients.DELTA_NET),
+    Fault("biases of experts", "no report yet", "biases of experts' second matrices get tp times their gradient",
+        split_biased_experts, r"^(gradients|updates)/.*experts.*linear_fc2\.bias|^norm/",
+        patch=core_gradients.EXPERT_BIAS_SUM),
+    Fault("multi-token prediction over cp", "Megatron-LM #7498",
         "losses of multi-token prediction are divided by the tokens of one context-parallel rank",
-        lambda config: config.shape.depths and config.layout.cp > 1,
-        _LOSSES,
-        patch=core_gradients.MULTI_TOKEN,
-    ),
+        lambda config: config.shape.depths and config.layout.cp > 1, _LOSSES, patch=core_gradients.MULTI_TOKEN),
     Fault(
         "masked losses over cp",
         "Megatron-LM #7452, finding 9, and #7513",
@@ -196,15 +176,11 @@ FAULTS = (
         patch=bridge.MULTI_TOKEN_MASK,
         limit=" at cp=1",
     ),
-    Fault(
-        "global_aux_loss",
-        "Megatron-LM #7213 and #3672",
+    Fault("global_aux_loss", "Megatron-LM #7213 and #3672",
         "global_aux_loss balances what a step has seen so far and is divided by the data-parallel ranks",
-        balances_in_several_parts,
-        _BALANCE,
+        balances_in_several_parts, _BALANCE,
         Form(*_ROUTER, has="averated_tokens_per_expert = self.global_tokens_per_expert / self.ga_steps"),
-        shows=has_other_micro_batches,
-    ),
+        shows=has_other_micro_batches),
     Fault(
         "seq_aux_loss of packed rows",
         "Megatron-LM #6115",
@@ -214,14 +190,9 @@ FAULTS = (
         Form(*_ROUTER, lacks="cu_seqlens"),
         shows=lambda config: False,  # it takes the same in every layout
     ),
-    Fault(
-        "masked losses of a micro-batch",
-        "by definition",
+    Fault("masked losses of a micro-batch", "by definition",
         "a masked loss is a mean over a micro-batch's tokens, so that another mbs or dp is another loss",
-        masked_losses_of_micro_batches,
-        _LOSSES,
-        _UNEQUAL_PARTS,
-    ),
+        masked_losses_of_micro_batches, _LOSSES, _UNEQUAL_PARTS),
     Fault(
         "sequences of an evaluation",
         "by definition",
@@ -243,12 +214,8 @@ FAULTS = (
         splits_muon_in_blocks,
         r"^updates/(?!.*(embedding|output_layer|router|norm|bias))",  # of matrices that tp splits
     ),
-    Fault(
-        "aux_loss of a micro-batch",
-        "by definition",
+    Fault("aux_loss of a micro-batch", "by definition",
         "aux_loss balances a micro-batch, so that another mbs is another loss",
         lambda config: _balances(config, "aux_loss", "global_aux_loss") and config.train["micro_batch_size"] > 1,
-        _BALANCE,
-        Form(*_ROUTER, has="routing_map=routing_map"),
-    ),
-)
+        _BALANCE, Form(*_ROUTER, has="routing_map=routing_map")),
+)  # fmt: skip

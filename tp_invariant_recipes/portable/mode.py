@@ -21,19 +21,15 @@ LAYERS = {
 _STATED = "a library's function has other bits on another machine"
 REPLACEMENTS = (
     instead("megatron.core.transformer.mlp:MLP.forward", "portable.layers:mlp_forward", _STATED),
-    instead(
-        "megatron.core.transformer.attention:apply_rotary_pos_emb", "portable.layers:apply_rotary_pos_emb", _STATED
-    ),
+    instead("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable.layers:apply_rotary_pos_emb",
+        _STATED),
     *torch_adam.REPLACEMENTS,
     wrapped("torch.optim:AdamW", "portable.training:portable_adam", _STATED),
     wrapped("torch.optim:Adam", "portable.training:portable_adam", _STATED),
     wrapped("megatron.core.optimizer_param_scheduler:math", "portable.training:portable_math", _STATED),
-    wrapped(
-        "megatron.bridge.training.gpt_step:masked_next_token_loss",
-        "portable.training:masked_next_token_loss",
-        "torch adds the tokens' losses in an order that depends on the processor's vectors",
-    ),
-)
+    wrapped("megatron.bridge.training.gpt_step:masked_next_token_loss", "portable.training:masked_next_token_loss",
+        "torch adds the tokens' losses in an order that depends on the processor's vectors"),
+)  # fmt: skip
 
 
 class Portable(Tree):

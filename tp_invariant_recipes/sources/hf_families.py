@@ -389,15 +389,10 @@ PLAIN = (
     Plain("Qwen3MoeForCausalLM", "qwen3_moe", "qwen", "qwen3_moe_toy", qk_norm=True, experts=True),
 )
 FAMILIES: tuple[Family, ...] = (
-    Olmoe(
-        *("OlmoeForCausalLM", "olmoe", "olmoe", "olmoe_toy"),
-        qk_norm=True,
-        experts=True,
-        norm_of_all_heads=True,
+    Olmoe(*("OlmoeForCausalLM", "olmoe", "olmoe", "olmoe_toy"), qk_norm=True, experts=True, norm_of_all_heads=True,
         expert_size="intermediate_size",
         own={"share_embeddings_and_output_weights": (False, True), "qk_layernorm": (True, False)},
-        stated={"clip_qkv": None},
-    ),
+        stated={"clip_qkv": None}),
     Gemma3(
         *("Gemma3ForCausalLM", "gemma3_text", "gemma", "gemma3_1b"),  # a toy has other windows than any folder
         qk_norm=True,
@@ -451,5 +446,5 @@ FAMILIES: tuple[Family, ...] = (
     GptOss("GptOssForCausalLM", "gpt_oss", "gpt_oss", "gpt_oss_toy", experts=True),
     GLM_45,
     *PLAIN,
-)
+)  # fmt: skip
 NAMES = ", ".join(family.architecture for family in (*PLAIN, *FAMILIES[: -len(PLAIN)]))

@@ -172,30 +172,17 @@ DEFERRED = (
         below="modelopt.torch",
     ),
     # Examples of Hugging Face. Bridge replaces a check of its builder, before any data is read.
-    Deferred(
-        {"datasets": "5.2.0", "megatron-bridge": "0.6.2"},
-        {
-            "datasets": {name: _never for name in ("load_dataset", "concatenate_datasets")},
-            "datasets.builder": {},
-        },
-        below="datasets",
-    ),
+    Deferred({"datasets": "5.2.0", "megatron-bridge": "0.6.2"},
+        {"datasets": {name: _never for name in ("load_dataset", "concatenate_datasets")}, "datasets.builder": {}},
+        below="datasets"),
     # Megatron-Core's timers import it to recognize its writer.
     Deferred({"wandb": None}, {"wandb": {}}, below="wandb"),
     # Multimodal data. It imports the storage client, which Megatron-Core only asks whether it is there.
-    Deferred(
-        {"megatron-energon": "7.4.1", "megatron-bridge": "0.6.2"},
-        {
-            "megatron.energon": {
-                "WorkerConfig": _never,
-                "get_savable_loader": _never,
-                "get_train_dataset": _never,
-            }
-        },
-        below="megatron.energon",
-    ),
+    Deferred({"megatron-energon": "7.4.1", "megatron-bridge": "0.6.2"},
+        {"megatron.energon": {"WorkerConfig": _never, "get_savable_loader": _never, "get_train_dataset": _never}},
+        below="megatron.energon"),
     Deferred({"multi-storage-client": None}, {"multistorageclient": {}}, below="multistorageclient"),
-)
+)  # fmt: skip
 
 
 # What the import system sets before it executes a module; where it has not, the module will not have it either.

@@ -71,16 +71,15 @@ def _end_with(process: Any) -> None:
 
 
 REPLACEMENTS = (
-    Replacement(
-        f"{_CALLER}.async_loop", lambda original: loop, "the writer would outlive a killed rank, and send no hashes"
-    ),
+    Replacement(f"{_CALLER}.async_loop", lambda original: loop,
+        "the writer would outlive a killed rank, and send no hashes"),
     Replacement(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.prepare_write_data",
         _copied,
         "what lies in host memory would move into memory shared with the writer, and change there with the next step",
     ),
     Replacement(f"{_CALLER}._get_process", _watched, "a rank would wait for a dead writer for ever"),
-)
+)  # fmt: skip
 
 
 def _announced(original: Callable[..., None], callbacks: Sequence[Any]) -> Callable[..., None]:

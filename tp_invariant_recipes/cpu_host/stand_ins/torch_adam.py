@@ -48,16 +48,11 @@ def _without_step(original: Any) -> Callable[[Any, Any, dict[str, Any]], None]:
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 REPLACEMENTS = (
-    Replacement(
-        "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", lambda _: True, "Megatron prefers Transformer Engine's"
-    ),
+    Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", lambda _: True,
+        "Megatron prefers Transformer Engine's"),
     Replacement(f"{_DISTRIBUTED}.state_dict", _state_before_loading, "torch's Adam has no step before its first one"),
-    Replacement(
-        f"{_DISTRIBUTED}.load_state_dict", _separate_steps, "torch's Adam counts steps for each parameter, in place"
-    ),
-    Replacement(
-        f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
-        _without_step,
-        "torch's Adam keeps a step for each parameter, a checkpoint one for all",
-    ),
-)
+    Replacement(f"{_DISTRIBUTED}.load_state_dict", _separate_steps,
+        "torch's Adam counts steps for each parameter, in place"),
+    Replacement(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", _without_step,
+        "torch's Adam keeps a step for each parameter, a checkpoint one for all"),
+)  # fmt: skip

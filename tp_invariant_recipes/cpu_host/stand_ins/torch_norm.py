@@ -38,9 +38,6 @@ def _torch_norm(original: Any) -> staticmethod:
 
 
 REPLACEMENTS = (
-    Replacement(
-        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        _torch_norm,
-        "the local norm refuses sequence parallelism, persist_layer_norm and weights centred at zero",
-    ),
-)
+    Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _torch_norm,
+        "the local norm refuses sequence parallelism, persist_layer_norm and weights centred at zero"),
+)  # fmt: skip

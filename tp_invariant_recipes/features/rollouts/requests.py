@@ -44,15 +44,11 @@ def are_tokens(ids: Any) -> bool:
 # The others: name, whether a value is right, and what it must be.
 VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("do_sample", lambda value: type(value) is bool, "must be true or false"),
-    (
-        "temperature",
-        is_temperature,
-        "must be from 1e-6 to 1e6; do_sample=false takes the most probable token",
-    ),
+    ("temperature", is_temperature, "must be from 1e-6 to 1e6; do_sample=false takes the most probable token"),
     ("top_p", is_share, "must be above 0 and at most 1"),
     ("eos_token_id", are_tokens, "must be token ids"),
     ("stop_strings", lambda texts: all(isinstance(t, str) and t for t in texts), "must be texts that are not empty"),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

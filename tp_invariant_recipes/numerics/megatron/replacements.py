@@ -59,55 +59,31 @@ _COMPILES = "each rank would import torch's compiler, with the same bits"
 
 ROWS = (
     # --- Layers that Megatron builds by name ---
-    ReplacementRow(
-        "megatron.core.tensor_parallel:ColumnParallelLinear",
-        "numerics.megatron.local:InvariantColumnParallelLinear",
-        _BY_NAME,
-        wraps=False,
-    ),
-    ReplacementRow(
-        "megatron.core.tensor_parallel:VocabParallelEmbedding",
-        "numerics.megatron.local:InvariantVocabParallelEmbedding",
-        _BY_NAME,
-        wraps=False,
-    ),
-    ReplacementRow(
-        "megatron.core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.__init__",
+    ReplacementRow("megatron.core.tensor_parallel:ColumnParallelLinear",
+        "numerics.megatron.local:InvariantColumnParallelLinear", _BY_NAME, wraps=False),
+    ReplacementRow("megatron.core.tensor_parallel:VocabParallelEmbedding",
+        "numerics.megatron.local:InvariantVocabParallelEmbedding", _BY_NAME, wraps=False),
+    ReplacementRow("megatron.core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.__init__",
         "numerics.megatron.local:with_positions",
-        "torch adds up in bf16 what several sequences of a row give to a position",
-    ),
-    ReplacementRow(
-        "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
-        "numerics.megatron.local:cross_entropy_of_mode",
-        "sum(exp) over the vocabulary crosses ranks",
-        settings=("virtual_shards", "mode"),
-    ),
-    ReplacementRow(
-        "megatron.core.models.hybrid.hybrid_block:TENorm",
-        "numerics.megatron.spec:final_norm",
-        "HybridStack builds its final norm by name",
-    ),
-    ReplacementRow(
-        "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
+        "torch adds up in bf16 what several sequences of a row give to a position"),
+    ReplacementRow("megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
+        "numerics.megatron.local:cross_entropy_of_mode", "sum(exp) over the vocabulary crosses ranks",
+        settings=("virtual_shards", "mode")),
+    ReplacementRow("megatron.core.models.hybrid.hybrid_block:TENorm", "numerics.megatron.spec:final_norm",
+        "HybridStack builds its final norm by name"),
+    ReplacementRow("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
         "numerics.megatron.base:layers_of_stack",
-        "a specification has one class for all layers of a kind, and some of these are in FP8",
-    ),
-    ReplacementRow(
-        "megatron.core.transformer.moe.moe_layer:TELinear",
+        "a specification has one class for all layers of a kind, and some of these are in FP8"),
+    ReplacementRow("megatron.core.transformer.moe.moe_layer:TELinear",
         "numerics.megatron.moe.router:latent_projection",
-        "MoELayer builds the projections to experts' latents by name",
-    ),
-    ReplacementRow(
-        "megatron.core.models.gpt.moe_module_specs:SharedExpertMLP",
+        "MoELayer builds the projections to experts' latents by name"),
+    ReplacementRow("megatron.core.models.gpt.moe_module_specs:SharedExpertMLP",
         "numerics.megatron.moe.router:InvariantSharedExpertMLP",
         "a specification builds shared experts by name, and the gradient of their gate is a sum over tokens",
-        wraps=False,
-    ),
-    ReplacementRow(
-        "megatron.bridge.models.gpt_provider:mtp_block_spec",
+        wraps=False),
+    ReplacementRow("megatron.bridge.models.gpt_provider:mtp_block_spec",
         "numerics.megatron.multi_token:invariant_block",
-        "Bridge builds the layers of multi-token prediction by name",
-    ),
+        "Bridge builds the layers of multi-token prediction by name"),
     # --- The norm of the gradient, and clipping ---
     *(
         ReplacementRow(f"megatron.core.optimizer.{module}:get_grad_norm_fp32", path, _NORM, wraps=False, when=when)
@@ -117,74 +93,39 @@ ROWS = (
             ("numerics.sums.grad_norm:fp64_grad_norm", lambda numerics: not _exact_norm(numerics)),
         )
     ),
-    ReplacementRow(
-        "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+    ReplacementRow("megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
         "numerics.sums.grad_norm:chained_grad_norm",
-        "Megatron rounds the norms of experts and of all else before it adds them",
-        wraps=False,
-        when=_exact_norm,
-    ),
-    ReplacementRow(
-        "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
+        "Megatron rounds the norms of experts and of all else before it adds them", wraps=False, when=_exact_norm),
+    ReplacementRow("megatron.core.optimizer.optimizer:ChainedOptimizer.step",
         "numerics.sums.pending_norm:reading_late",
-        "the exact norm is a number, and the GPU would wait for it while the host collects the gradients to clip",
-    ),
+        "the exact norm is a number, and the GPU would wait for it while the host collects the gradients to clip"),
     # --- An optimizer of matrices ---
-    ReplacementRow(
-        "megatron.core.optimizer:_create_emerging_optimizer",
-        "numerics.megatron.muon:whole_matrices",
-        "Newton-Schulz steps add over whole rows, in the order in which ranks have them",
-    ),
+    ReplacementRow("megatron.core.optimizer:_create_emerging_optimizer", "numerics.megatron.muon:whole_matrices",
+        "Newton-Schulz steps add over whole rows, in the order in which ranks have them"),
     # --- Gradients over data-parallel and context-parallel ranks ---
-    ReplacementRow(
-        "megatron.core.distributed:DistributedDataParallel.__init__",
-        "numerics.megatron.data_parallel:prepared",
-        "a rank may have several data shards and context shards",
-        settings=("data_shards", "context_shards"),
-    ),
-    ReplacementRow(
-        "megatron.core.distributed:DistributedDataParallel._make_backward_post_hook",
-        "numerics.megatron.data_parallel:recording_model",
-        _SHARD_ENDS,
-    ),
-    ReplacementRow(
-        "megatron.core.pipeline_parallel.schedules:backward_step",
-        "numerics.megatron.data_parallel:ending_a_micro_batch",
-        _SHARD_ENDS,
-    ),
-    ReplacementRow(
-        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-        "numerics.megatron.data_parallel:tree_over_ranks",
-        "collectives add in an order of their own",
-    ),
-    ReplacementRow(
-        "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
+    ReplacementRow("megatron.core.distributed:DistributedDataParallel.__init__",
+        "numerics.megatron.data_parallel:prepared", "a rank may have several data shards and context shards",
+        settings=("data_shards", "context_shards")),
+    ReplacementRow("megatron.core.distributed:DistributedDataParallel._make_backward_post_hook",
+        "numerics.megatron.data_parallel:recording_model", _SHARD_ENDS),
+    ReplacementRow("megatron.core.pipeline_parallel.schedules:backward_step",
+        "numerics.megatron.data_parallel:ending_a_micro_batch", _SHARD_ENDS),
+    ReplacementRow("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+        "numerics.megatron.data_parallel:tree_over_ranks", "collectives add in an order of their own"),
+    ReplacementRow("megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "numerics.megatron.data_parallel:restarting",
-        "a tied weight's lookups are summed apart from the output layer's gradient, in one order for every pp",
-    ),
-    ReplacementRow(
-        "megatron.core.distributed:DistributedDataParallel.zero_grad_buffer",
-        "numerics.megatron.data_parallel:zeroing_contexts",
-        "gradients lie in more buffers",
-    ),
-    ReplacementRow(
-        "megatron.core.distributed:DistributedDataParallel._make_forward_pre_hook",
+        "a tied weight's lookups are summed apart from the output layer's gradient, in one order for every pp"),
+    ReplacementRow("megatron.core.distributed:DistributedDataParallel.zero_grad_buffer",
+        "numerics.megatron.data_parallel:zeroing_contexts", "gradients lie in more buffers"),
+    ReplacementRow("megatron.core.distributed:DistributedDataParallel._make_forward_pre_hook",
         "numerics.megatron.data_parallel:reading_below",
-        "layers read weights of modules that never run, which may still be on their way",
-    ),
+        "layers read weights of modules that never run, which may still be on their way"),
     # --- Data, losses and statistics, where the loop is Bridge's ---
-    ReplacementRow(
-        "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
-        "numerics.megatron.data_parallel:divided_by_all_ranks",
-        "dp changes no rounding",
-        when=_bridges_loop,
-    ),
-    ReplacementRow(
-        "megatron.bridge.training.train:get_forward_backward_func",
-        "numerics.megatron.data_order:in_turns",
-        "experts add the data shards of a group in turns",
-        when=lambda numerics: numerics.expert_groups is not None,
-    ),
+    ReplacementRow("megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+        "numerics.megatron.data_parallel:divided_by_all_ranks", "dp changes no rounding", when=_bridges_loop),
+    ReplacementRow("megatron.bridge.training.train:get_forward_backward_func",
+        "numerics.megatron.data_order:in_turns", "experts add the data shards of a group in turns",
+        when=lambda numerics: numerics.expert_groups is not None),
     *(
         ReplacementRow(
             f"megatron.bridge.training.{module}:get_forward_backward_func",
@@ -195,38 +136,17 @@ ROWS = (
         )
         for module in ("train", "eval")
     ),
-    ReplacementRow(
-        "megatron.bridge.data.loaders:build_pretraining_data_loader",
-        "numerics.megatron.data_order:consecutive",
-        "which sequences a shard has must not depend on dp",
-        when=_bridges_loop,
-    ),
-    ReplacementRow(
-        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
-        "numerics.sums.step_values:separate_metrics",
-        _ROUTER,
-        when=_bridges_loop,
-    ),
-    ReplacementRow(
-        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
-        "numerics.sums.step_values:metrics_summed",
-        _ROUTER,
-        settings=("data_shards",),
-        when=_bridges_loop,
-    ),
-    ReplacementRow(
-        "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
-        "numerics.megatron.multi_token:separate_losses",
-        _DEPTHS,
-        when=_bridges_loop,
-    ),
-    ReplacementRow(
-        "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
-        "numerics.megatron.multi_token:losses_summed",
-        _DEPTHS,
-        settings=("data_shards",),
-        when=_bridges_loop,
-    ),
+    ReplacementRow("megatron.bridge.data.loaders:build_pretraining_data_loader",
+        "numerics.megatron.data_order:consecutive", "which sequences a shard has must not depend on dp",
+        when=_bridges_loop),
+    ReplacementRow("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
+        "numerics.sums.step_values:separate_metrics", _ROUTER, when=_bridges_loop),
+    ReplacementRow("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+        "numerics.sums.step_values:metrics_summed", _ROUTER, settings=("data_shards",), when=_bridges_loop),
+    ReplacementRow("megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
+        "numerics.megatron.multi_token:separate_losses", _DEPTHS, when=_bridges_loop),
+    ReplacementRow("megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
+        "numerics.megatron.multi_token:losses_summed", _DEPTHS, settings=("data_shards",), when=_bridges_loop),
     # --- Sequences that share a row ---
     *(
         ReplacementRow(
@@ -236,47 +156,26 @@ ROWS = (
         )
         for model in ("gpt.gpt_model:GPTModel", "hybrid.hybrid_model:HybridModel")
     ),
-    ReplacementRow(
-        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
+    ReplacementRow("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
         "numerics.megatron.attention.packed:ready_at_the_end",
-        "rows have different numbers of sequences, and so of backward passes of layers that are computed again",
-    ),
-    ReplacementRow(
-        "megatron.bridge.training.gpt_step:masked_next_token_loss",
-        "numerics.megatron.attention.packed:loss_of_each",
-        "so would the logged loss",
-        when=_bridges_loop,
-    ),
+        "rows have different numbers of sequences, and so of backward passes of layers that are computed again"),
+    ReplacementRow("megatron.bridge.training.gpt_step:masked_next_token_loss",
+        "numerics.megatron.attention.packed:loss_of_each", "so would the logged loss", when=_bridges_loop),
     # --- The part of a sequence that a rank has ---
-    ReplacementRow(
-        "megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
+    ReplacementRow("megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
         "numerics.megatron.attention.core_attention:batch_of_a_rank",
-        "tokens lie context shard by context shard, on one rank too",
-        settings=("context_shards",),
-        when=_cuts_sequences,
-    ),
-    ReplacementRow(
-        "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
-        "numerics.megatron.attention.core_attention:rotary_of_a_rank",
-        "so do their positions",
-        settings=("context_shards",),
-        when=_cuts_sequences,
-    ),
-    ReplacementRow(
-        "megatron.bridge.training.gpt_step:masked_next_token_loss",
+        "tokens lie context shard by context shard, on one rank too", settings=("context_shards",),
+        when=_cuts_sequences),
+    ReplacementRow("megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
+        "numerics.megatron.attention.core_attention:rotary_of_a_rank", "so do their positions",
+        settings=("context_shards",), when=_cuts_sequences),
+    ReplacementRow("megatron.bridge.training.gpt_step:masked_next_token_loss",
         "numerics.megatron.attention.core_attention:loss_of_a_rank",
-        "a rank's tokens would count by their number on that rank",
-        settings=("context_shards",),
-        when=_cuts_sequences,
-    ),
+        "a rank's tokens would count by their number on that rank", settings=("context_shards",),
+        when=_cuts_sequences),
     # --- Functions that torch would compile at every start ---
-    ReplacementRow(
-        "megatron.bridge.training.setup:set_jit_fusion_options",
-        "numerics.megatron.local:compile_nothing",
-        _COMPILES,
-        wraps=False,
-        when=_bridges_loop,
-    ),
+    ReplacementRow("megatron.bridge.training.setup:set_jit_fusion_options", "numerics.megatron.local:compile_nothing",
+        _COMPILES, wraps=False, when=_bridges_loop),
     *(
         ReplacementRow(f"megatron.core.fusions.{target}", f"numerics.megatron.local:{name}", _COMPILES)
         for target, name in (
@@ -286,19 +185,15 @@ ROWS = (
         )
     ),
     # --- What only some machines or settings have ---
-    ReplacementRow(
-        "transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
+    ReplacementRow("transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
         "numerics.megatron.te.wrappers:without_flash",
         "model.attention_backend=auto allows flash-attn, whose backward groups sums by the number of heads",
-        when=lambda numerics: installed("transformer-engine") is not None,
-    ),
-    ReplacementRow(
-        "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
+        when=lambda numerics: installed("transformer-engine") is not None),
+    ReplacementRow("megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
         "numerics.sums.grad_norm:clip_by_powers_of_two",
         "numerics.clip_rounding=pow2: scaling by a power of two is exact",
-        when=lambda numerics: numerics.clip_rounding == "pow2",
-    ),
-)
+        when=lambda numerics: numerics.clip_rounding == "pow2"),
+)  # fmt: skip
 
 
 def replacements(numerics: NumericsSettings) -> tuple[Replacement, ...]:
