@@ -116,20 +116,9 @@ LATE = (
 
 # Packages of ours that a launcher or its ranks import.
 PRELOADED = (
-    "cli",
-    "compare",
-    "features",
-    "jobs",
-    "launch",
-    "multinode",
-    "numerics",
-    "observe",
-    "patches",
-    "portable",
-    "report",
-    "runs",
-    "training",
-)
+    "cli", "compare", "features", "jobs", "launch", "multinode", "numerics", "observe", "patches", "portable",
+    "report", "runs", "training",
+)  # fmt: skip
 
 # What many tests train: its files are merged before the worker is forked.
 FREQUENT = (

@@ -180,19 +180,11 @@ def _mxfp8(large: bool) -> Calls:
 
 
 TWINS: dict[str, Callable[[bool], Calls]] = {
-    "tree_add": _tree_add,
-    "row_sum": _row_sum,
-    "row_add": _row_add,
-    "portable norms": _norms,
-    "portable SwiGLU": _swiglu,
-    "portable rotary": _rotary,
-    "portable cross entropy": _cross_entropy,
-    "portable Adam": _adam,
-    "portable routers": _routers,
-    "portable functions": _functions,
-    "portable draws": _draws,
+    "tree_add": _tree_add, "row_sum": _row_sum, "row_add": _row_add, "portable norms": _norms,
+    "portable SwiGLU": _swiglu, "portable rotary": _rotary, "portable cross entropy": _cross_entropy,
+    "portable Adam": _adam, "portable routers": _routers, "portable functions": _functions, "portable draws": _draws,
     "MXFP8": _mxfp8,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,11 @@ import pytest
 # They differ from a model of the same family in sizes alone, and have no evidence of their own in docs/.
 OTHER_SIZES = frozenset(
     (
-        "kimi_k2",
-        "llama3_70b",
-        "llama3_8b",
-        "llama31_405b",
-        "llama31_70b",
-        "llama31_8b",
-        "llama32_3b",
-        "qwen25_14b",
-        "qwen25_1p5b",
-        "qwen25_32b",
-        "qwen25_3b",
-        "qwen25_72b",
-        "qwen25_7b",
-        "qwen3_14b",
-        "qwen3_1p7b",
-        "qwen3_235b_a22b",
-        "qwen3_32b",
-        "qwen3_4b",
+        "kimi_k2", "llama3_70b", "llama3_8b", "llama31_405b", "llama31_70b", "llama31_8b", "llama32_3b",
+        "qwen25_14b", "qwen25_1p5b", "qwen25_32b", "qwen25_3b", "qwen25_72b", "qwen25_7b", "qwen3_14b", "qwen3_1p7b",
+        "qwen3_235b_a22b", "qwen3_32b", "qwen3_4b",
     )
-)
+)  # fmt: skip
 
 
 def sparing(models: Iterable[str]) -> list[Any]:

@@ -33,10 +33,6 @@ DELAYED_ACCUMULATES = WgradMode(delayed=True, accumulates=True)
 DELAYED_FLAGGED = WgradMode(delayed=True, accumulates=True, flagged=True)
 
 CONTRACT: dict[WgradMode, Returned] = {
-    VANILLA: "wgrad",
-    DELAYED: "none",
-    ACCUMULATES: "none",
-    FLAGGED: "dummy",
-    DELAYED_ACCUMULATES: "none",
+    VANILLA: "wgrad", DELAYED: "none", ACCUMULATES: "none", FLAGGED: "dummy", DELAYED_ACCUMULATES: "none",
     DELAYED_FLAGGED: "dummy",
-}
+}  # fmt: skip

@@ -19,13 +19,9 @@ Broken = Literal["main_grad", "unwritten", "none"]
 
 # Layer -> the first version of Transformer Engine that has it. "single": one grouped weight instead of one a GEMM.
 LAYERS = {
-    "Linear module": "2.11",
-    "GroupedLinear module": "2.11",
-    "GroupedLinear op": "2.13",
-    "GroupedLinear op, single": "2.14",
-    "fused grouped MLP": "2.14",
-    "fused grouped MLP, single": "2.14",
-}
+    "Linear module": "2.11", "GroupedLinear module": "2.11", "GroupedLinear op": "2.13",
+    "GroupedLinear op, single": "2.14", "fused grouped MLP": "2.14", "fused grouped MLP, single": "2.14",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

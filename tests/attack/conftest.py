@@ -90,14 +90,9 @@ def attack(bridge: None, cli, monkeypatch: pytest.MonkeyPatch) -> Attack:
 
 STEPS = 4
 MODEL = (
-    "iters=4",
-    "save=2",
-    "seq=32",
-    "gbs=2",
-    "model.num_layers=1",
-    "model.vocab_size=512",
+    "iters=4", "save=2", "seq=32", "gbs=2", "model.num_layers=1", "model.vocab_size=512",
     "scheduler.lr_decay_iters=9",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -64,13 +64,10 @@ AXES: dict[str, tuple[str, ...]] = {
     "embedding": ("model.share_embeddings_and_output_weights=true", "model.share_embeddings_and_output_weights=false"),
     "positions": ("model.position_embedding_type=learned_absolute", "model.position_embedding_type=none"),
     "layers": (
-        "model.normalization=LayerNorm",
-        "model.add_bias_linear=true",
-        "model.softmax_type=learnable",
-        "model.window_size=[16,0]",
-        "model.gated_linear_unit=false",
+        "model.normalization=LayerNorm", "model.add_bias_linear=true", "model.softmax_type=learnable",
+        "model.window_size=[16,0]", "model.gated_linear_unit=false",
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

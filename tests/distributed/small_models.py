@@ -15,44 +15,25 @@ GATHER = f"{DISTRIBUTED} {BUCKETS} ddp.overlap_param_gather=true optimizer.overl
 MUON = "optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated"
 
 _EXPERTS = {
-    "hidden_size": 64,
-    "moe_ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 4,
-    "kv_channels": 16,
+    "hidden_size": 64, "moe_ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 16,
     "vocab_size": 512,
-}
+}  # fmt: skip
 _LATENT = {
-    "num_layers": 2,
-    "moe_layer_freq": "[0,1]",
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 8,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 32,
-    "vocab_size": 512,
-    "num_moe_experts": 8,
-    "moe_ffn_hidden_size": 64,
-    "moe_shared_expert_intermediate_size": 128,
-}
+    "num_layers": 2, "moe_layer_freq": "[0,1]", "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 8,
+    "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "vocab_size": 512,
+    "num_moe_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 128,
+}  # fmt: skip
 
 _SIZES: Mapping[str, Mapping[str, object]] = {
     "qwen3_moe_toy": _EXPERTS | {"num_layers": 2, "ffn_hidden_size": 256},
     "nemotron3_nano_toy": _EXPERTS
     | {
-        "hybrid_layer_pattern": "ME*E",
-        "ffn_hidden_size": 128,
-        "moe_shared_expert_intermediate_size": 128,
-        "mamba_num_heads": 8,
-        "mamba_num_groups": 4,
-        "mamba_head_dim": 16,
-        "mamba_state_dim": 16,
+        "hybrid_layer_pattern": "ME*E", "ffn_hidden_size": 128, "moe_shared_expert_intermediate_size": 128,
+        "mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 16, "mamba_state_dim": 16,
     },
     "deepseek_v3_toy": _LATENT | {"q_lora_rank": 32},  # latents of queries, scaled positions, groups of experts
     "moonlight_toy": _LATENT,
-}
+}  # fmt: skip
 
 
 def small(model: str) -> str:

@@ -17,15 +17,9 @@ pytestmark = pytest.mark.gpu
 
 # A checkpoint large enough that the writer is still busy when the next steps are trained.
 RUN = (
-    "train",
-    "qwen3_toy",
-    "iters=12",
-    "save=4",
-    "gbs=2",
-    "cuda_graph=off",
-    "model.vocab_size=65536",
+    "train", "qwen3_toy", "iters=12", "save=4", "gbs=2", "cuda_graph=off", "model.vocab_size=65536",
     "model.num_layers=8",
-)
+)  # fmt: skip
 ASYNC = ("checkpoint.async_save=true", "checkpoint.async_strategy=mcore", "checkpoint.fully_parallel_save=true")
 
 

@@ -57,14 +57,8 @@ GROUPS = {
     "data": (
         "qwen3_toy gbs=8 iters=4 numerics.data_shards=4",
         (
-            "dp=1",
-            "dp=1 mbs=2",
-            "dp=2",
-            f"dp=4 {OVERLAP}",
-            f"dp=4 {PLAIN_OPTIMIZER}",
-            f"tp=2 dp=2 {OVERLAP}",
-            "dp=2 pp=2",
-            "tp=2 dp=4",
+            "dp=1", "dp=1 mbs=2", "dp=2", f"dp=4 {OVERLAP}", f"dp=4 {PLAIN_OPTIMIZER}", f"tp=2 dp=2 {OVERLAP}",
+            "dp=2 pp=2", "tp=2 dp=4",
         ),
     ),
     "leaves": (  # a data shard of one sequence
@@ -145,7 +139,7 @@ GROUPS = {
         f"{ADAPTERS} numerics.data_shards=2",
         ("dp=1", f"dp=2 {OVERLAP}", f"dp=2 {PLAIN_OPTIMIZER}", f"tp=2 dp=2 {OVERLAP}"),
     ),
-}
+}  # fmt: skip
 # Groups that begin with the weights of a run that saves.
 BEGIN = {"adapters": "dense tp=1", "adapters-data": "dense tp=1"}
 # The control: a group, and a layout that has other bits than tp=1 with stock numerics, from equal weights.

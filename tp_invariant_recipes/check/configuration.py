@@ -10,20 +10,10 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 # In the order of messages.
 RULES: tuple[Rule[RunConfig], ...] = (
-    *layout.RULES,
-    *relations.RULES,
-    *invariance.RULES,
-    *cuda_graphs.RULES,
-    *relations.PRECISION_RULES,
-    *recording.RULES,
-    *guard.RULES,
-    *secret_rules.VARIABLE_RULES,
-    *secret_rules.RULES,
-    *recipe.RULES,
-    *finetuning_rules.EXAMPLE_RULES,
-    *finetuning_rules.ADAPTER_RULES,
-    *relations.WEIGHTS_RULES,
-)
+    *layout.RULES, *relations.RULES, *invariance.RULES, *cuda_graphs.RULES, *relations.PRECISION_RULES,
+    *recording.RULES, *guard.RULES, *secret_rules.VARIABLE_RULES, *secret_rules.RULES, *recipe.RULES,
+    *finetuning_rules.EXAMPLE_RULES, *finetuning_rules.ADAPTER_RULES, *relations.WEIGHTS_RULES,
+)  # fmt: skip
 
 
 def check(config: RunConfig) -> list[Problem]:

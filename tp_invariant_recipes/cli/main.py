@@ -46,29 +46,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 COMMANDS = (
-    ("train", train.train),
-    ("compare", compare.compare),
-    ("verify", verify.verify),
-    ("certify", certify.certify),
-    ("check", check.check),
-    ("export", export.export),
-    ("score", score.score),
-    ("generate", generate.generate),
-    ("report", report.report),
-    ("runs", runs.runs),
-    ("bisect", bisect.bisect),
-    ("bench", bench.bench),
-    ("audit", audit.audit),
-    ("submit", submit.submit),
-    ("jobs", jobs.jobs),
-    ("logs", jobs.logs),
-    ("wait", jobs.wait),
-    ("cancel", jobs.cancel),
-    ("show", show.show),
-    ("models", models.models),
-    ("doctor", doctor.doctor),
+    ("train", train.train), ("compare", compare.compare), ("verify", verify.verify), ("certify", certify.certify),
+    ("check", check.check), ("export", export.export), ("score", score.score), ("generate", generate.generate),
+    ("report", report.report), ("runs", runs.runs), ("bisect", bisect.bisect), ("bench", bench.bench),
+    ("audit", audit.audit), ("submit", submit.submit), ("jobs", jobs.jobs), ("logs", jobs.logs), ("wait", jobs.wait),
+    ("cancel", jobs.cancel), ("show", show.show), ("models", models.models), ("doctor", doctor.doctor),
     ("conformance", conformance.conformance),
-)
+)  # fmt: skip
 for _name, _function in COMMANDS:
     app.command(_name, help=help_text(_function))(with_config(_function))
 app.add_typer(data.data_app, name="data")

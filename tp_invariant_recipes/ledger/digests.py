@@ -190,26 +190,11 @@ def _in_order(names: tuple[str, ...]) -> tuple[str, ...]:
 # Prefixes or parts of a name, in the order within their level.
 _STAGES = ("embedding.", "decoder.layers.", "decoder.", "mtp.", "output_layer.")
 _PARTS = (
-    "input_layernorm",
-    "linear_qkv.layer_norm",
-    "linear_qkv",
-    "q_layernorm",
-    "k_layernorm",
-    "linear_proj",
-    "mixer.in_proj.layer_norm",
-    "mixer.in_proj",
-    "mixer.conv1d",
-    "mixer.dt_bias",
-    "mixer.A_log",
-    "mixer.D",
-    "mixer.norm",
-    "mixer.out_proj",
-    "pre_mlp_layernorm",
-    "linear_fc1.layer_norm",
-    "router",
-    "linear_fc1",
+    "input_layernorm", "linear_qkv.layer_norm", "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj",
+    "mixer.in_proj.layer_norm", "mixer.in_proj", "mixer.conv1d", "mixer.dt_bias", "mixer.A_log", "mixer.D",
+    "mixer.norm", "mixer.out_proj", "pre_mlp_layernorm", "linear_fc1.layer_norm", "router", "linear_fc1",
     "linear_fc2",
-)
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1 << 17)  # most names of two ledgers are the same

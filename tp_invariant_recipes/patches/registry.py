@@ -16,12 +16,8 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig
 
 PATCHES: tuple[Patch, ...] = (
-    *core_checkpoints.PATCHES,
-    *core_gradients.PATCHES,
-    *bridge.PATCHES,
-    te_grouped.PATCH,
-    *te_grouped.PATCHES,
-)
+    *core_checkpoints.PATCHES, *core_gradients.PATCHES, *bridge.PATCHES, te_grouped.PATCH, *te_grouped.PATCHES,
+)  # fmt: skip
 
 
 def verdicts(off: Sequence[str] = ()) -> list[tuple[Patch, PatchVerdict]]:

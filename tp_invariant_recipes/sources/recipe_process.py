@@ -39,14 +39,8 @@ _PACKAGES = ("megatron-bridge", "megatron-core", "torch", "transformers", "trans
 _SOURCES = ("megatron.bridge", "megatron.core")  # some people edit them in place
 # Variables that Bridge and the library of Hugging Face read when they are imported, before any recipe is called.
 _AT_IMPORT = (
-    "HOME",
-    "XDG_CACHE_HOME",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "NEMO_HOME",
-    "NEMO_DATASETS_CACHE",
-    "NEMO_MODELS_CACHE",
-)
+    "HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "NEMO_HOME", "NEMO_DATASETS_CACHE", "NEMO_MODELS_CACHE",
+)  # fmt: skip
 
 _exit = os._exit
 _processes: set[int] = set()  # this one's id, where it may call recipes

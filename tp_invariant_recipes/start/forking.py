@@ -28,12 +28,8 @@ LIMIT = 60.0  # seconds that the forked process gets to use a GPU
 # the next two by scikit-learn, which transformers may import late, the last by torch's compiler as it is imported. A
 # forked rank has what they are for.
 SET_LATER = (
-    "OMP_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-    "KMP_DUPLICATE_LIB_OK",
-    "KMP_INIT_AT_FORK",
-    "TORCHINDUCTOR_CACHE_DIR",
-)
+    "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
 
 
 def can_fork(imported_with: Mapping[str, str] | None, *, probe: Callable[[], bool] | None = None) -> bool:

@@ -37,10 +37,7 @@ BUGS = (
     (bugs.micro_batches_lost, f"{TWO} gbs=4 dp=2", "gradients", f"{MLP}.linear_fc2", None),
     (bugs.accumulation_doubled, f"{TWO} gbs=4 dp=2", "gradients", f"{MLP}.linear_fc2", None),
     (
-        bugs.weights_of_another_seed,
-        f"{TWO} tp=2",
-        "weights",
-        "decoder.final_layernorm",
+        bugs.weights_of_another_seed, f"{TWO} tp=2", "weights", "decoder.final_layernorm",
         "constant ratio 1.5, right on ranks 0",
     ),
     (bugs.vocabulary_shifted_by_a_row, f"{TWO} tp=2", "forward", "embedding.word_embeddings", None),
@@ -50,16 +47,13 @@ BUGS = (
     (bugs.gradient_transposed, f"{TWO} dp=2", "gradients", f"{ATTENTION}.linear_proj", "transposed"),
     (bugs.gathered_in_another_order, f"{TWO} tp=2 sp=false", "forward", "embedding", None),
     (
-        bugs.learning_rate_doubled_on_a_rank,
-        f"{TWO} tp=2",
-        "updates",
-        "embedding.word_embeddings",
+        bugs.learning_rate_doubled_on_a_rank, f"{TWO} tp=2", "updates", "embedding.word_embeddings",
         f"{DOUBLED}, right on ranks 0",
     ),
     (bugs.loss_scaled_twice, f"{TWO} cp=2 numerics=tree", "backward", "output_layer", DOUBLED),
     (bugs.positions_shifted_on_a_rank, f"{TWO} cp=2 numerics=tree", "forward", f"{ATTENTION}.core_attention", None),
     (bugs.gradients_not_averaged, f"{TWO} dp=2", "gradients", "decoder.final_layernorm", MEAN),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,10 @@ RUNS = {
     "distributed": (*DENSE, "dp=2", "optimizer.use_distributed_optimizer=true"),
     "distributed fp32": (*DENSE, "dp=2", "optimizer.use_distributed_optimizer=true", "precision=fp32"),
     "experts": (
-        "qwen3_moe_toy",
-        *STEPS,
-        *TINY,
-        "model.hidden_size=64",
-        "model.moe_ffn_hidden_size=64",
-        "tp=2",
-        "ep=2",
+        "qwen3_moe_toy", *STEPS, *TINY, "model.hidden_size=64", "model.moe_ffn_hidden_size=64", "tp=2", "ep=2",
     ),
     "mamba": (*small("nemotron3_nano_toy").split(), "iters=3", "ledger.state_digests=1", "tp=2"),
-}
+}  # fmt: skip
 
 EMBEDDING, QKV, FC1, FC2 = "embedding.word_embeddings.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2"
 NORM, LAST = "linear_qkv.layer_norm_weight", "final_layernorm.weight"

@@ -30,14 +30,9 @@ CLASSES = {
     },
 }
 _SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 8192,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def made(shared, name, model="qwen3_toy", *overrides, **how):

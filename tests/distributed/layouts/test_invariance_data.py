@@ -19,39 +19,20 @@ MODELS = {"dense": DENSE, "experts": small("qwen3_moe_toy"), "hybrid": small("ne
 VALIDATED = "validation.eval_iters=1 validation.eval_interval=1"
 LAYOUTS = {
     "dense": (
-        "",
-        "mbs=2",
-        "dp=2",
-        "dp=4",
-        f"dp=4 {GATHER}",
-        "dp=4 pp=2",
-        f"tp=2 sp=false dp=2 mbs=2 {BUCKETS}",
-        f"dp=2 pp=2 mbs=2 {GATHER}",
-        f"tp=4 dp=2 {BUCKETS}",
-        f"tp=2 dp=4 {GATHER}",
+        "", "mbs=2", "dp=2", "dp=4", f"dp=4 {GATHER}", "dp=4 pp=2", f"tp=2 sp=false dp=2 mbs=2 {BUCKETS}",
+        f"dp=2 pp=2 mbs=2 {GATHER}", f"tp=4 dp=2 {BUCKETS}", f"tp=2 dp=4 {GATHER}",
         f"tp=2 sp=false dp=4 {DISTRIBUTED}",
     ),
     "experts": (
-        "",
-        f"tp=2 dp=2 ep=4 mbs=2 {BUCKETS}",
-        "dp=2 ep=2",
-        f"dp=4 ep=4 {GATHER}",
-        "tp=2 ep=2 dp=4",
-        f"tp=2 dp=4 ep=8 {GATHER}",
-        f"dp=4 ep=2 {BUCKETS}",
-        f"tp=4 dp=2 ep=2 {DISTRIBUTED}",
+        "", f"tp=2 dp=2 ep=4 mbs=2 {BUCKETS}", "dp=2 ep=2", f"dp=4 ep=4 {GATHER}", "tp=2 ep=2 dp=4",
+        f"tp=2 dp=4 ep=8 {GATHER}", f"dp=4 ep=2 {BUCKETS}", f"tp=4 dp=2 ep=2 {DISTRIBUTED}",
         f"dp=2 ep=2 pp=2 {GATHER}",
     ),
     "hybrid": (
-        "",
-        "dp=2 ep=2",
-        "dp=4 ep=2",
-        f"dp=4 {GATHER}",
-        f"tp=2 dp=2 {GATHER}",
-        f"tp=2 dp=4 ep=4 {BUCKETS}",
+        "", "dp=2 ep=2", "dp=4 ep=2", f"dp=4 {GATHER}", f"tp=2 dp=2 {GATHER}", f"tp=2 dp=4 ep=4 {BUCKETS}",
         f"tp=2 dp=2 ep=4 {DISTRIBUTED}",
     ),
-}
+}  # fmt: skip
 MANY = ("iters=2 gbs=16 numerics.data_shards=16", ("mbs=8", "dp=8", f"dp=16 {GATHER}", "dp=2 mbs=4"))
 
 

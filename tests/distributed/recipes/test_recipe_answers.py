@@ -75,13 +75,10 @@ def test_a_recipe_of_bridge_is_called_once_until_something_changes(calls, tmp_pa
 @pytest.mark.parametrize(
     "access",
     (
-        "os.environ['RATE'] = '2'",
-        "os.environ.get('RATE')",
-        "os.getenv('RATE')",
-        "'RATE' in os.environ",
+        "os.environ['RATE'] = '2'", "os.environ.get('RATE')", "os.getenv('RATE')", "'RATE' in os.environ",
         "{**os.environ}",
     ),
-)
+)  # fmt: skip
 def test_a_variable_that_a_recipe_uses_decides_its_answer(bridge, tmp_path, monkeypatch, access):
     from tp_invariant_recipes.sources import recipe_source
 

@@ -77,13 +77,9 @@ def test_a_later_launch_has_the_bits_of_the_first():
 
 # [tokens, k, n] of one shard of Qwen3-0.6B and 8B, V = 8 and 4.
 SHAPES = (
-    (2048, 1024, 384),
-    (2048, 4096, 1536),
-    (2048, 1536, 4096),
-    (2048, 512, 4096),
-    (2048, 4096, 768),
+    (2048, 1024, 384), (2048, 4096, 1536), (2048, 1536, 4096), (2048, 512, 4096), (2048, 4096, 768),
     (8192, 4096, 3072),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,15 +11,9 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64, torch.int64)
 SHAPES = (
-    (1, 1),
-    (1, COLUMNS),
-    (3, COLUMNS + 1),
-    (ROWS, 7),
-    (ROWS + 1, 4),
-    (2 * ROWS + 3, 2 * COLUMNS + 5),
-    (0, 8),
+    (1, 1), (1, COLUMNS), (3, COLUMNS + 1), (ROWS, 7), (ROWS + 1, 4), (2 * ROWS + 3, 2 * COLUMNS + 5), (0, 8),
     (8, 0),
-)
+)  # fmt: skip
 
 
 def filled(shape, dtype):

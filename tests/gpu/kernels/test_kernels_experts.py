@@ -11,12 +11,9 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
 # Tokens of each expert, n, k: Qwen3-30B-A3B's and Nemotron-3-Nano's, both products of each, and a small ragged one.
 CASES = (
-    ((512, 0, 700, 1, 129, 128, 60), 1536, 2048),
-    ((512, 0, 700, 1, 129, 128, 60), 2048, 768),
-    ((300, 1000), 1856, 2688),
-    ((300, 1000), 2688, 1856),
-    ((3, 0, 70), 40, 24),
-)
+    ((512, 0, 700, 1, 129, 128, 60), 1536, 2048), ((512, 0, 700, 1, 129, 128, 60), 2048, 768),
+    ((300, 1000), 1856, 2688), ((300, 1000), 2688, 1856), ((3, 0, 70), 40, 24),
+)  # fmt: skip
 
 
 def _all(x, dy, weights, sizes):

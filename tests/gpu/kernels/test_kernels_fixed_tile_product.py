@@ -12,14 +12,9 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
 # m, k, n: Qwen3-0.6B and 8B with 2048 tokens (forward, input gradient, weight gradient), small and ragged ones.
 SHAPES = (
-    (2048, 1024, 6144),
-    (2048, 6144, 1024),
-    (6144, 2048, 1024),
-    (2048, 12288, 4096),
-    (16, 64, 24),
-    (130, 200, 190),
+    (2048, 1024, 6144), (2048, 6144, 1024), (6144, 2048, 1024), (2048, 12288, 4096), (16, 64, 24), (130, 200, 190),
     (1000, 515, 333),
-)
+)  # fmt: skip
 
 
 def _operands(m, k, n, dtype):

@@ -24,13 +24,9 @@ pytestmark = [
 # m, n, size of a piece: layers of Qwen3-8B at tp=4 and 8192 tokens, small and ragged ones.
 SHAPES = ((8192, 4096, 512), (2048, 4096, 1536), (128, 128, 64), (1000, 520, 192), (33, 4, 64), (1, 1028, 128))
 CUTS = (
-    Cut(range(2), 2, 1),
-    Cut(range(1), 1, 2),
-    Cut(range(4), 4, 1),
-    Cut(range(2), 2, 2),
-    Cut(range(4, 8), 8, 1),
+    Cut(range(2), 2, 1), Cut(range(1), 1, 2), Cut(range(4), 4, 1), Cut(range(2), 2, 2), Cut(range(4, 8), 8, 1),
     Cut(range(2, 4), 4, 2),
-)
+)  # fmt: skip
 
 
 def operands(m, n, size, cut, transposed):

@@ -215,16 +215,12 @@ def test_flash_attn_by_the_environment(machine_with, tmp_path, monkeypatch):
 
 
 INTERFACES = (  # variable, a value, whether the machine has it
-    ("GLOO_SOCKET_IFNAME", "ib0", False),
-    ("GLOO_SOCKET_IFNAME", "lo", True),
-    ("GLOO_SOCKET_IFNAME", "lo,ib0", False),
-    ("GLOO_SOCKET_IFNAME", "eth", False),
-    ("NCCL_SOCKET_IFNAME", "eth", True),
-    ("NCCL_SOCKET_IFNAME", "=eth", False),
-    ("NCCL_SOCKET_IFNAME", "=eth0", True),
-    ("NCCL_SOCKET_IFNAME", "^docker", True),
+    ("GLOO_SOCKET_IFNAME", "ib0", False), ("GLOO_SOCKET_IFNAME", "lo", True),
+    ("GLOO_SOCKET_IFNAME", "lo,ib0", False), ("GLOO_SOCKET_IFNAME", "eth", False),
+    ("NCCL_SOCKET_IFNAME", "eth", True), ("NCCL_SOCKET_IFNAME", "=eth", False),
+    ("NCCL_SOCKET_IFNAME", "=eth0", True), ("NCCL_SOCKET_IFNAME", "^docker", True),
     ("NCCL_SOCKET_IFNAME", "ib,mlx", False),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("variable, value, present", INTERFACES)

@@ -49,22 +49,16 @@ HOLD = {
 HARMLESS = (
     *("export HF_TOKEN=$(cat ~/.token)", "export X_TOKEN=$TOKEN", "export HF_TOKEN=/run/token", "data.json_key=text"),
     *(
-        "tokenizer.eos_token=<eos>",
-        "model.moe_token_dispatcher_type=alltoall",
-        "git@github.com:a/b",
+        "tokenizer.eos_token=<eos>", "model.moe_token_dispatcher_type=alltoall", "git@github.com:a/b",
         "ssh://git@host/x",
     ),
     *("sqlite:////a/b", "['/a:/b:ro']", "--batch-tokens 0", "docker://nvcr.io#nvidia/pytorch:25.01", "--pass=1"),
     *(
-        "module load cuda/13",
-        "http://10.0.0.1:8080/p@th",
-        "first pass: decoder",
-        "export PWD=/x",
-        "wandb login",
+        "module load cuda/13", "http://10.0.0.1:8080/p@th", "first pass: decoder", "export PWD=/x", "wandb login",
         "cluster.forward=[WANDB_API_KEY]",
     ),
     *("/data/" + "0f" * 20, "0f" * 20),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", HOLD)

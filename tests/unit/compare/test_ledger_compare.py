@@ -93,21 +93,9 @@ def five_runs(tmp_path, monkeypatch):
 
 
 STATUSES = (
-    ("a b", 0),
-    ("a/ledger.jsonl b", 0),
-    ("a b b", 0),
-    ("a c", 1),
-    ("a b c", 1),
-    ("a c b", 1),
-    ("a d", 2),
-    ("a c d", 2),
-    ("a d c", 2),
-    ("a e", 2),
-    ("e a", 2),
-    ("a none", 2),
-    ("a", 2),
-    ("", 2),
-)
+    ("a b", 0), ("a/ledger.jsonl b", 0), ("a b b", 0), ("a c", 1), ("a b c", 1), ("a c b", 1), ("a d", 2),
+    ("a c d", 2), ("a d c", 2), ("a e", 2), ("e a", 2), ("a none", 2), ("a", 2), ("", 2),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments, status", STATUSES)

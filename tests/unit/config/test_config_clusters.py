@@ -127,16 +127,9 @@ def test_texts_are_taken_as_typed(time):
 
 
 SECRETS = (
-    "WANDB_API_KEY",
-    "hf_token",
-    "MY_SECRET",
-    "DB_PASSWORD",
-    "AWS_CREDENTIALS",
-    "NCCL_TOKENS",
-    "HF_AUTH",
-    "AWS_PASSWD",
-    "DB_PASS",
-)
+    "WANDB_API_KEY", "hf_token", "MY_SECRET", "DB_PASSWORD", "AWS_CREDENTIALS", "NCCL_TOKENS", "HF_AUTH",
+    "AWS_PASSWD", "DB_PASS",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("value", ("hunter2", "'31337'", "31337"))

@@ -262,22 +262,8 @@ def test_a_path_is_taken_as_typed(path):
 
 # Hydra's grammar would refuse, split or reckon with each of these.
 TEXTS = (
-    "lr=1e-3",
-    "run#1",
-    "é",
-    "本文",
-    "2024_01_15",
-    "a,b",
-    "30",
-    "true",
-    "[a]",
-    "{a: b}",
-    "x:y",
-    "~",
-    "a b",
-    "'",
-    '"x',
-)
+    "lr=1e-3", "run#1", "é", "本文", "2024_01_15", "a,b", "30", "true", "[a]", "{a: b}", "x:y", "~", "a b", "'", '"x',
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -97,10 +97,7 @@ def _read(path: Path) -> Document:
 DOCUMENTS = [
     _read(file)
     for file in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "SECURITY.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")),
         ROOT / "slurm/README.md",
     )
-]
+]  # fmt: skip

@@ -55,28 +55,12 @@ from tp_invariant_recipes.sources import weights
 DEEP = "DEEP"  # replaced in the text, since Python's own encoder refuses it
 # What each value becomes in turn; the text of a forged file is that of json.dumps, lone surrogates and NaN included.
 MUTATIONS: dict[str, Any] = {
-    "null": None,
-    "true": True,
-    "a list": [],
-    "a list of lists": [[["x"]]],
-    "an object": {},
-    "an object of lists": {"x": [1]},
-    "text": "x",
-    "no text": "",
-    "half a character": "\ud800",
-    "a terminal's escape": "\x1b[31m",
-    "long digits": "9" * 5000,
-    "an unknown user": "~nobody-here/x",
-    "a zero byte": "a\0b",
-    "a superscript": "layers.²",
-    "zero": 0,
-    "negative": -1,
-    "a fraction": 0.5,
-    "huge": 10**300,
-    "endless": float("inf"),
-    "no number": float("nan"),
-    "deep": DEEP,
-}
+    "null": None, "true": True, "a list": [], "a list of lists": [[["x"]]], "an object": {},
+    "an object of lists": {"x": [1]}, "text": "x", "no text": "", "half a character": "\ud800",
+    "a terminal's escape": "\x1b[31m", "long digits": "9" * 5000, "an unknown user": "~nobody-here/x",
+    "a zero byte": "a\0b", "a superscript": "layers.²", "zero": 0, "negative": -1, "a fraction": 0.5,
+    "huge": 10**300, "endless": float("inf"), "no number": float("nan"), "deep": DEEP,
+}  # fmt: skip
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -276,17 +260,12 @@ MESSAGES: dict[str, Any] = {
     "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
     "next": 1,
     "failed/1": {
-        "name": "n1",
-        "cause": 1.5,
-        "why": "w",
-        "user_error": False,
-        "hardware": False,
-        "rank_states": [STAND],
+        "name": "n1", "cause": 1.5, "why": "w", "user_error": False, "hardware": False, "rank_states": [STAND],
     },
     "failing": True,
     "over": {"outcome": "completed", "requeued": False, "why": None},
     "alive/1": 1,
-}
+}  # fmt: skip
 
 
 def message_of(key: str) -> Callable[[Path, bytes], None]:
@@ -324,22 +303,16 @@ ROWS = {
     },
     "SGLang": {"id": "s", "meta_info": {"output_token_logprobs": [[-1.5, 3, "a"], [-2.5, 4, "b"]]}},
     "verl": {
-        "id": "s",
-        "responses": [3, 4, 0],
-        "response_mask": [0, 1, 0],
-        "attention_mask": [1, 1, 1, 0],
+        "id": "s", "responses": [3, 4, 0], "response_mask": [0, 1, 0], "attention_mask": [1, 1, 1, 0],
         "rollout_log_probs": [-1.5, -2.5, 0.0],
     },
     "NeMo-RL": {
-        "id": "s",
-        "input_ids": [3, 4, 0],
-        "input_lengths": 2,
-        "token_mask": [0, 1, 0],
+        "id": "s", "input_ids": [3, 4, 0], "input_lengths": 2, "token_mask": [0, 1, 0],
         "generation_logprobs": [0.0, -2.5, 0.0],
     },
     "tpi generate": {"id": "s", "token_ids": [3, 4], "logprobs": [-1.5, -2.5], "digests": ["0a", "0b"]},
     "NeMo-RL's messages": {"id": "s", "message_log": [{"token_ids": [3, 4], "generation_logprobs": [-1.5, -2.5]}]},
-}
+}  # fmt: skip
 SCORED = {"id": "s", "first": 1, "token_ids": [3, 4], "logprobs": [-1.5, -2.5], "bits": ["", ""], "sum": -4.0}
 SCORED |= {"digests": ["0a", "0b"]}
 

@@ -83,17 +83,9 @@ def test_all_of_them_with_what_they_are(driver):
 
 # CUDA_VISIBLE_DEVICES -> what CUDA would show.
 CHOSEN = (
-    ("0", "A"),
-    ("2,0", "CA"),
-    (" 1 , 3 ", "BD"),
-    ("0,1,2,3", "ABCD"),
-    ("", ""),
-    ("-1", ""),
-    ("NoDevFiles", ""),
-    ("0,-1,1", "A"),
-    ("4", ""),
-    ("1,4,2", "B"),
-)
+    ("0", "A"), ("2,0", "CA"), (" 1 , 3 ", "BD"), ("0,1,2,3", "ABCD"), ("", ""), ("-1", ""), ("NoDevFiles", ""),
+    ("0,-1,1", "A"), ("4", ""), ("1,4,2", "B"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("chosen, names", CHOSEN, ids=[repr(chosen) for chosen, _ in CHOSEN])

@@ -19,15 +19,10 @@ from tp_invariant_recipes.runs.attempts import consecutive_failures
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 STEP = {
-    "SLURM_JOB_ID": "41",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[03-05,7]",
-    "SLURM_STEP_NUM_NODES": "4",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "2",
-    "SLURMD_NODENAME": "n05",
+    "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[03-05,7]", "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURMD_NODENAME": "n05",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -91,13 +86,10 @@ def test_only_tries_since_the_last_progress_count(before, start, count):
 @pytest.mark.parametrize(
     "stop, signals, resumable",
     (
-        (Stop(), 0, False),
-        (Stop(requeue=True), 1, True),
-        (Stop(requests=1), 1, False),
-        (Stop(requests=1, requeue=True), 1, False),
-        (Stop(requests=2, requeue=True), 2, False),
+        (Stop(), 0, False), (Stop(requeue=True), 1, True), (Stop(requests=1), 1, False),
+        (Stop(requests=1, requeue=True), 1, False), (Stop(requests=2, requeue=True), 2, False),
     ),
-)
+)  # fmt: skip
 def test_a_request_to_stop_wins_over_one_to_go_on_elsewhere(stop, signals, resumable):
     assert (stop.signals, stop.resumable) == (signals, resumable)
 

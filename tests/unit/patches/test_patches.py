@@ -128,17 +128,11 @@ def patch(installs, monkeypatch) -> Patch:
 @pytest.mark.parametrize(
     "version, state",
     (
-        ("2.9.0", "applies"),
-        ("2.12.0", "applies"),
-        ("2.14.0+71bbefbf", "applies"),
-        ("2.16.1", "applies"),
-        ("2.17.0.dev0+abc", "applies"),
-        ("2.17.0rc1", "applies"),
-        ("2.17.0", "not needed"),
-        ("2.17.0+abc", "not needed"),
-        ("2.20.2", "not needed"),
+        ("2.9.0", "applies"), ("2.12.0", "applies"), ("2.14.0+71bbefbf", "applies"), ("2.16.1", "applies"),
+        ("2.17.0.dev0+abc", "applies"), ("2.17.0rc1", "applies"), ("2.17.0", "not needed"),
+        ("2.17.0+abc", "not needed"), ("2.20.2", "not needed"),
     ),
-)
+)  # fmt: skip
 def test_the_versions_that_need_it_get_it(installs, patch, version, state):
     installs(version)
     verdict = patch.verdict()
@@ -181,13 +175,10 @@ def test_a_run_with_a_refused_patch_does_not_start(installs, patch):
 @pytest.mark.parametrize(
     "device, graphs, refused",
     (
-        ("gpu", "transformer_engine", True),
-        ("gpu", "local", True),
-        ("gpu", "none", False),
-        ("gpu", None, False),
+        ("gpu", "transformer_engine", True), ("gpu", "local", True), ("gpu", "none", False), ("gpu", None, False),
         ("cpu", "transformer_engine", False),
     ),
-)
+)  # fmt: skip
 def test_a_run_that_does_not_come_to_the_code_starts_without(installs, patch, device, graphs, refused):
     installs("2.13.0", SOURCE.replace("inp *", "2 * inp *"))
     tree = {"device": {"kind": device}, "model": {"cuda_graph_impl": graphs}}

@@ -30,12 +30,8 @@ EXACT = {
 }
 BOUND = {"exp": 0.76, "exp2": 0.79, "log": 0.83, "sigmoid": 0.76, "rsqrt": 0.86}  # ULP, as ieee_math.py says
 RANGE = {
-    "exp": (-104, 89),
-    "exp2": (-126, 127),
-    "log": None,
-    "sigmoid": (-104, 30),
-    "rsqrt": None,
-}  # None: every positive number
+    "exp": (-104, 89), "exp2": (-126, 127), "log": None, "sigmoid": (-104, 30), "rsqrt": None,
+}  # None: every positive number  # fmt: skip
 MOST = {"exp": 88.7, "sigmoid": np.inf}  # where a result is finite, if not up to the range's end
 ALL = ("canonical", "bf16_bits", *EXACT)
 

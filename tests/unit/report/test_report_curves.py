@@ -56,13 +56,9 @@ def test_recorded_values_are_the_bits():
 @pytest.mark.parametrize(
     "a, b, ulp",
     (
-        ("f32:40c80000", "f32:40c80000", 0),
-        ("f32:40c80000", "f32:40c80003", 3),
-        (NAN, NAN, 0),
-        (NAN, NEGATIVE_NAN, None),
-        (None, None, 0),
-        (None, "f32:40c80000", None),
+        ("f32:40c80000", "f32:40c80000", 0), ("f32:40c80000", "f32:40c80003", 3), (NAN, NAN, 0),
+        (NAN, NEGATIVE_NAN, None), (None, None, 0), (None, "f32:40c80000", None),
     ),
-)
+)  # fmt: skip
 def test_distances_are_in_ulp(a, b, ulp):
     assert distances(ledger_of(a), ledger_of(b), "loss") == [(1, ulp)]

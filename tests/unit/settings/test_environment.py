@@ -11,43 +11,26 @@ from tp_invariant_recipes.settings.environment import VARIABLES, recorded, setti
 
 DEFAULTS = {
     "gpu": {
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "TORCH_BLAS_PREFER_CUBLASLT": "0",
-        "DISABLE_ADDMM_CUDA_LT": "0",
-        "PYTORCH_TUNABLEOP_ENABLED": "0",
-        "CUBLAS_EMULATE_SINGLE_PRECISION": "0",
-        "CUBLAS_EMULATE_DOUBLE_PRECISION": "0",
-        "NVIDIA_TF32_OVERRIDE": "0",
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "NCCL_ALGO": "^NVLS",
-        "NCCL_NVLS_ENABLE": "0",
-        "MAMBA_DETERMINISTIC": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCH_BLAS_PREFER_CUBLASLT": "0", "DISABLE_ADDMM_CUDA_LT": "0",
+        "PYTORCH_TUNABLEOP_ENABLED": "0", "CUBLAS_EMULATE_SINGLE_PRECISION": "0",
+        "CUBLAS_EMULATE_DOUBLE_PRECISION": "0", "NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "^NVLS", "NCCL_NVLS_ENABLE": "0",
+        "MAMBA_DETERMINISTIC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     },
     "cpu": {"NCCL_ALGO": "^NVLS", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-}
+}  # fmt: skip
 # Variables that must not be set, and the value that does as well, if there is one.
 UNSET = {
     "gpu": {
-        "CUBLASLT_WORKSPACE_SIZE": None,
-        "TORCH_CUBLASLT_UNIFIED_WORKSPACE": None,
-        "CUBLASLT_HEURISTICS_LUT_FILE": None,
-        "NVTE_FUSED_ATTN_BACKEND": None,
-        "NVTE_FUSED_ATTN_USE_FAv2_BWD": "0",
-        "NVTE_MASKED_SOFTMAX_FUSION": "1",
-        "NVTE_FWD_LAYERNORM_SM_MARGIN": "0",
-        "NVTE_BWD_LAYERNORM_SM_MARGIN": "0",
-        "NVTE_EXT_MARGIN_SM": None,
-        "NVTE_NORM_FWD_USE_CUDNN": "0",
-        "NVTE_NORM_BWD_USE_CUDNN": "0",
-        "NVTE_USE_CUTLASS_GROUPED_GEMM": "0",
-        "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "0",
-        "TRITON_F32_DEFAULT": None,
+        "CUBLASLT_WORKSPACE_SIZE": None, "TORCH_CUBLASLT_UNIFIED_WORKSPACE": None,
+        "CUBLASLT_HEURISTICS_LUT_FILE": None, "NVTE_FUSED_ATTN_BACKEND": None, "NVTE_FUSED_ATTN_USE_FAv2_BWD": "0",
+        "NVTE_MASKED_SOFTMAX_FUSION": "1", "NVTE_FWD_LAYERNORM_SM_MARGIN": "0", "NVTE_BWD_LAYERNORM_SM_MARGIN": "0",
+        "NVTE_EXT_MARGIN_SM": None, "NVTE_NORM_FWD_USE_CUDNN": "0", "NVTE_NORM_BWD_USE_CUDNN": "0",
+        "NVTE_USE_CUTLASS_GROUPED_GEMM": "0", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "0", "TRITON_F32_DEFAULT": None,
         "TRITON_DEFAULT_FP_FUSION": "1",
     },
     "cpu": {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "DNNL_DEFAULT_FPMATH_MODE": "STRICT"},
-}
+}  # fmt: skip
 ROWS = [(device, variable) for variable in VARIABLES for device in variable.devices]
 IDS = [f"{device} {variable.name}" for device, variable in ROWS]
 

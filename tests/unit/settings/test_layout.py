@@ -13,14 +13,10 @@ from tp_invariant_recipes.settings import run_config
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 DEGREES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "sp": "sequence_parallel",
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size", "sp": "sequence_parallel",
     "seq": "seq_length",
-}
+}  # fmt: skip
 TRAIN = {"mbs": "micro_batch_size", "gbs": "global_batch_size", "iters": "train_iters"}
 DENSE = {"num_layers": 8, "num_attention_heads": 16, "num_query_groups": 8, "ffn_hidden_size": 96, "vocab_size": 512}
 MOE = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32}

@@ -15,11 +15,8 @@ FIELDS = {
 } - {"model"}
 # Beside sources/, which writes and translates these fields: where a field may be unset, or a list, and that counts.
 OTHERS = {
-    "check/invariant/shards.py",
-    "features/audit/campaign.py",
-    "features/audit/options.py",
-    "sizing/activations.py",
-}
+    "check/invariant/shards.py", "features/audit/campaign.py", "features/audit/options.py", "sizing/activations.py",
+}  # fmt: skip
 DENSE = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 2, "vocab_size": 100, "seq_length": 32}
 
 

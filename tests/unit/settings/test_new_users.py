@@ -105,13 +105,10 @@ COLUMNS = {"ranks": False, "entropies": False}
 @pytest.mark.parametrize(
     "there, wanted, serves",
     (
-        (COLUMNS, set(), True),
-        (COLUMNS | {"entropies": True}, set(), True),
-        (COLUMNS, {"entropies"}, False),
-        (COLUMNS | {"ranks": True}, {"ranks"}, True),
-        (None, set(), False),
+        (COLUMNS, set(), True), (COLUMNS | {"entropies": True}, set(), True), (COLUMNS, {"entropies"}, False),
+        (COLUMNS | {"ranks": True}, {"ranks"}, True), (None, set(), False),
     ),
-)
+)  # fmt: skip
 def test_scores_that_are_there_serve_if_they_have_what_is_wanted(there, wanted, serves):
     identity = {"weights": 1, "columns": COLUMNS | {"entropies": True}}  # as --against asks for
     assert score._serves({"weights": 1, "columns": there}, identity, wanted) is serves

@@ -34,12 +34,9 @@ def memory_problems(model: str, overrides: str = "", device: str = "gpu", *, her
 
 # Model, overrides, whether an H200 can hold a rank of it: published sizes, 18 bytes a parameter beside activations.
 ON_H200 = (
-    ("qwen3_8b", "tp=1", False),
-    ("qwen3_8b", "tp=4 seq=65536", True),
-    ("qwen3_8b", "tp=4 seq=262144", False),
-    ("qwen3_30b_a3b", "tp=4", False),
-    ("qwen3_30b_a3b", "tp=4 ep=4", True),
-)
+    ("qwen3_8b", "tp=1", False), ("qwen3_8b", "tp=4 seq=65536", True), ("qwen3_8b", "tp=4 seq=262144", False),
+    ("qwen3_30b_a3b", "tp=4", False), ("qwen3_30b_a3b", "tp=4 ep=4", True),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("model, overrides, fits", ON_H200)

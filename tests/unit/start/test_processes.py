@@ -129,14 +129,10 @@ def test_a_forked_process_that_hangs_is_killed():
 @pytest.mark.parametrize(
     "device, asked, can, method",
     (
-        ("cpu", "0", False, "fork"),
-        ("gpu", None, True, "fork"),
-        ("gpu", "1", True, "fork"),
-        ("gpu", None, False, "spawn"),
-        ("gpu", "1", False, "spawn"),
-        ("gpu", "0", True, "spawn"),
+        ("cpu", "0", False, "fork"), ("gpu", None, True, "fork"), ("gpu", "1", True, "fork"),
+        ("gpu", None, False, "spawn"), ("gpu", "1", False, "spawn"), ("gpu", "0", True, "spawn"),
     ),
-)
+)  # fmt: skip
 def test_the_method_of_the_ranks(monkeypatch, device, asked, can, method):
     monkeypatch.delenv(ranks.FORK, raising=False)
     if asked is not None:

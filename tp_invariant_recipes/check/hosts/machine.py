@@ -204,9 +204,5 @@ LAYERS = (
     _here(_flash),
 )  # fmt: skip
 RULES: tuple[Rule[PendingRun], ...] = (
-    *LAYERS,
-    _here(_logging),
-    Rule(_memory),
-    *inputs.RULES,
-    Rule(_disk),
-)
+    *LAYERS, _here(_logging), Rule(_memory), *inputs.RULES, Rule(_disk),
+)  # fmt: skip

@@ -95,11 +95,8 @@ TENSORS = ("output", "dQ", "dK", "dV")
 GRADIENTS = (*TENSORS[1:], "dSinks")
 # What fills the operands of each: sums cancel over keys, over queries, over features; None: normal numbers.
 TRIALS = (
-    partial(cancelling_attention, late=True),
-    partial(cancelling_attention, late=False),
-    cancelling_scores,
-    None,
-)
+    partial(cancelling_attention, late=True), partial(cancelling_attention, late=False), cancelling_scores, None,
+)  # fmt: skip
 REFUSED = ("flash",)  # by source, its dQ depends on the number of heads of a launch
 
 # (backend's settings, shapes, dtype, shards, torch's settings) -> whether one launch has the bits of the definition.

@@ -76,32 +76,16 @@ HEAD_NORMS = {
 # Classes in a stock specification whose invariant classes derive first from FP8_MIXIN where products are in FP8.
 FP8_MIXIN = "numerics.megatron.base:Fp8Mixin"
 FP8 = (
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "TEColumnParallelLinear",
-    "TELayerNormColumnParallelLinear",
-    "TERowParallelLinear",
-    "SequentialMLP",
-    "TEGroupedMLP",
-)
+    "ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear",
+    "TERowParallelLinear", "SequentialMLP", "TEGroupedMLP",
+)  # fmt: skip
 HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm", "out_norm")
 # Classes that sum nothing across ranks themselves.
 AS_THEY_ARE = (
-    "TransformerLayer",
-    "SelfAttention",
-    "Gemma3SelfAttention",
-    "MLP",
-    "HybridStack",
-    "MultiTokenPredictionBlock",
-    "MambaLayer",
-    "MLPLayer",
-    "MoETransformerLayer",
-    "TEActivationOp",
-    "TEColumnParallelGroupedLinear",
-    "TERowParallelGroupedLinear",
-    "IdentityOp",
-    "IdentityFuncOp",
-)
+    "TransformerLayer", "SelfAttention", "Gemma3SelfAttention", "MLP", "HybridStack", "MultiTokenPredictionBlock",
+    "MambaLayer", "MLPLayer", "MoETransformerLayer", "TEActivationOp", "TEColumnParallelGroupedLinear",
+    "TERowParallelGroupedLinear", "IdentityOp", "IdentityFuncOp",
+)  # fmt: skip
 
 
 def block_of_both(config: Any, vp_stage: int | None = None) -> Any:

@@ -130,12 +130,9 @@ def config_of(*overrides, model="qwen3_toy", device="cpu"):
 @pytest.mark.parametrize(
     "overrides, shards",
     (
-        ((), 1),
-        (("cp=4",), 4),
-        (("cp=2", "numerics.context_shards=4"), 4),
-        (("numerics=stock",), None),
+        ((), 1), (("cp=4",), 4), (("cp=2", "numerics.context_shards=4"), 4), (("numerics=stock",), None),
     ),
-)
+)  # fmt: skip
 def test_the_default_is_cp(overrides, shards):
     result = config_of(*overrides)
     assert result.numerics.context_shards == shards

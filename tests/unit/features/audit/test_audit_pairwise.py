@@ -8,15 +8,8 @@ from tp_invariant_recipes.features.audit import options
 from tp_invariant_recipes.features.audit.pairwise import MOST, Covering, pairs, shrunk
 
 AXES = (
-    ("tp=2", "tp=2 sp=false"),
-    ("dp=2",),
-    ("mbs=2",),
-    ("loss",),
-    ("sinks",),
-    ("adam", "muon"),
-    ("masks",),
-    ("eval",),
-)
+    ("tp=2", "tp=2 sp=false"), ("dp=2",), ("mbs=2",), ("loss",), ("sinks",), ("adam", "muon"), ("masks",), ("eval",),
+)  # fmt: skip
 LAYOUTS = 3
 
 

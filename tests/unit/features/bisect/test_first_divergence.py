@@ -204,13 +204,9 @@ def test_distances_of_all_that_was_written_out(tmp_path):
 
 # Steps after which each of the two runs recorded its weights, the step at which they part, and how far they agree.
 KNOWN = (
-    ((1, 2, 3, 4), (1, 2, 3, 4), 4, 3),
-    ((1, 2, 3, 4), (2, 4), 4, 2),
-    ((2, 4), (2, 4), 4, 2),
-    ((2, 4), (2, 4), 2, 0),
-    ((), (1, 2, 3, 4), 4, 0),
-    ((1, 3), (2, 4), 4, 0),
-)
+    ((1, 2, 3, 4), (1, 2, 3, 4), 4, 3), ((1, 2, 3, 4), (2, 4), 4, 2), ((2, 4), (2, 4), 4, 2), ((2, 4), (2, 4), 2, 0),
+    ((), (1, 2, 3, 4), 4, 0), ((1, 3), (2, 4), 4, 0),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("a, b, step, last", KNOWN)

@@ -89,12 +89,7 @@ WRONG = (
     *(
         (f'{{"token_ids": [{token}], "logprobs": [-1]}}', f"{shown} is not the id of a token")
         for token, shown in (
-            ("5.9", "5.9"),
-            ('"5"', "'5'"),
-            ("true", "True"),
-            ("1e400", "inf"),
-            (2**70, 2**70),
-            (-1, -1),
+            ("5.9", "5.9"), ('"5"', "'5'"), ("true", "True"), ("1e400", "inf"), (2**70, 2**70), (-1, -1),
         )
     ),
     *(
@@ -113,7 +108,7 @@ WRONG = (
     ('{"token_ids": [1], "token_ids": [2], "logprobs": [-1]}', "a key appears twice"),
     ("[1]", "not an object in braces"),
     ("{", "not JSON"),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("line, why", WRONG)

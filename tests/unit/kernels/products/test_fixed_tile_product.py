@@ -92,13 +92,9 @@ def test_what_is_not_a_product_is_refused():
 
 # What Triton compiles another binary for: which arguments are 1, and whether the others are multiples of 16.
 BINARIES = (
-    (("a_column", "b_column"), True),
-    (("a_row", "b_row"), True),
-    (("a_column", "b_row", "m"), True),
-    (("a_row", "b_column", "n"), False),
-    (("m", "n"), True),
-    ((), False),
-)
+    (("a_column", "b_column"), True), (("a_row", "b_row"), True), (("a_column", "b_row", "m"), True),
+    (("a_row", "b_column", "n"), False), (("m", "n"), True), ((), False),
+)  # fmt: skip
 ARITHMETIC = re.compile(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\S*|(?:fma|mul|add|sub)\S*\.f32\S*")
 
 

@@ -123,17 +123,14 @@ def quantized(rows, k, blocks, dtype=E4M3):
 
 REFUSED = {
     "two e5m2": (
-        quantized(2, 128, "tensor", E5M2),
-        quantized(3, 128, "tensor", E5M2),
-        (FP32, False),
-        "one must be e4m3",
+        quantized(2, 128, "tensor", E5M2), quantized(3, 128, "tensor", E5M2), (FP32, False), "one must be e4m3",
     ),
     "two 2D": (quantized(2, 128, "128x128"), quantized(3, 128, "128x128"), (FP32, False), "1x128 by 128x128"),
     "mixed": (quantized(2, 128, "tensor"), quantized(3, 128, "1x128"), (FP32, False), "FP8 scales of tensor by 1x128"),
     "k": (quantized(2, 128, "tensor"), quantized(3, 64, "tensor"), (FP32, False), "[2, 128] and [3, 64]^T"),
     "out": (quantized(2, 128, "tensor"), quantized(4, 128, "tensor"), (FP32, False), "is not [2, 3]"),
     "add": (quantized(2, 128, "tensor"), quantized(3, 128, "tensor"), (BF16, True), "fp32, or bf16 without add"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)

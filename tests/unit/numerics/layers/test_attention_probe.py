@@ -22,13 +22,9 @@ DEGREES = (1, 4)
 OVER_KEYS, OVER_QUERIES = (partial(cancelling_attention, late=late) for late in (True, False))
 # Whose sums a backend cuts -> the tensor that shows it, and the operands that cancel in these sums.
 LIES = {
-    "output": ("output", OVER_KEYS),
-    "dQ": ("dQ", OVER_KEYS),
-    "dK": ("dK", OVER_QUERIES),
-    "dV": ("dV", OVER_QUERIES),
-    "scores": ("output", cancelling_scores),
-    "dP": ("dQ", cancelling_scores),
-}
+    "output": ("output", OVER_KEYS), "dQ": ("dQ", OVER_KEYS), "dK": ("dK", OVER_QUERIES), "dV": ("dV", OVER_QUERIES),
+    "scores": ("output", cancelling_scores), "dP": ("dQ", cancelling_scores),
+}  # fmt: skip
 
 
 def product_in_parts(a, b, parts=1):

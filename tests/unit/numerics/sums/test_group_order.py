@@ -96,19 +96,10 @@ def _config(model, words):
 
 
 DEFAULTS = {
-    "": 1,
-    "dp=2": 2,
-    "dp=2 ep=2": 1,
-    "dp=4 ep=2": 2,
-    "tp=2 dp=2 ep=2": 2,
-    "tp=2 dp=2 ep=4": 1,
-    "cp=2": 2,
-    "cp=2 ep=2": 1,
-    "dp=2 cp=2": 4,
-    "dp=2 cp=2 ep=2": 2,
-    "numerics.data_shards=4": 1,
+    "": 1, "dp=2": 2, "dp=2 ep=2": 1, "dp=4 ep=2": 2, "tp=2 dp=2 ep=2": 2, "tp=2 dp=2 ep=4": 1, "cp=2": 2,
+    "cp=2 ep=2": 1, "dp=2 cp=2": 4, "dp=2 cp=2 ep=2": 2, "numerics.data_shards=4": 1,
     "cp=2 numerics.data_shards=4": 8,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", DEFAULTS)

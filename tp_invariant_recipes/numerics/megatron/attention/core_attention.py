@@ -79,12 +79,8 @@ def _held(length: int, shards: int, group: Any, like: Tensor) -> Tensor:
 
 # What selects a backend, or an algorithm of one, beside its operands and the module's own settings.
 FIELDS = (
-    "attention_backend",
-    "attention_softmax_in_fp32",
-    "masked_softmax_fusion",
-    "deterministic_mode",
-    "softmax_type",
-)
+    "attention_backend", "attention_softmax_in_fp32", "masked_softmax_fusion", "deterministic_mode", "softmax_type",
+)  # fmt: skip
 VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
 # Fields that give attention another result than its context, or another softmax.
 OFF = ("qk_clip", "log_max_attention_logit")
