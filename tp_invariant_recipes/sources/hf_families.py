@@ -145,6 +145,10 @@ class GptOss(Family):
         sizes["sliding_window"] = model["window_size"][0] + 1 if model.get("window_size") else None
         return sizes
 
+    def layer_types(self, sizes: Mapping[str, Any]) -> list[str]:
+        """As of Family."""
+        return [(WINDOW, WHOLE)[number % 2] for number in range(sizes["num_hidden_layers"])]
+
     def rope(self, rope: Mapping[str, Any]) -> float | None:
         """As of Family."""
         if rope.get("rope_type") != "yarn" or any(rope.get(key) != value for key, value in _YARN.items()):
@@ -159,7 +163,7 @@ class GptOss(Family):
             **sizes,
             **self.fixed,
             "attention_dropout": 0.0,
-            "layer_types": [(WINDOW, WHOLE)[number % 2] for number in range(sizes["num_hidden_layers"])],
+            "layer_types": self.layer_types(sizes),
             "max_position_embeddings": max(model["seq_length"], 131072),
             "rope_parameters": rope,
         }

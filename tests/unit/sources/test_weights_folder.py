@@ -138,11 +138,13 @@ def test_other_weights_are_refused(tmp_path, says):
         ("glm45_toy", "partial_rotary_factor", 0.25),
         ("olmoe_toy", "clip_qkv", 8.0),
         ("llama32_toy", "mlp_bias", True),
+        ("gpt_oss_toy", "layer_types", ["full_attention"] * 2),
+        ("qwen3_next_toy model.mtp_num_layers=null", "hidden_act", "gelu"),
     ),
 )
 def test_a_field_that_changes_what_is_computed_is_refused_by_name(tmp_path, model, field, value):
     """Also one that no row names: every field that transformers' class reads has its default or is known."""
-    section = hf_folders.model_section(model)
+    section = hf_folders.model_section(*model.split())
     family = hf_models.family_of(section)
     config = hf_models.config_of(family, section, "bfloat16")
 
