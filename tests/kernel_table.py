@@ -247,6 +247,7 @@ def _rms_norm(by_heads: bool) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _entropy(rank: int, shards: int, logits: Tensor, index: Tensor, highest: Tensor, total: Tensor, dy: Tensor) -> Any:
+    logits = logits.contiguous()  # as the logits of a shard of the vocabulary are; the kernels take no strides
     partials = cross_entropy.sum_of_exponentials(logits, highest, shards)
     mine = index - rank * logits.shape[1]
     return cross_entropy.softmax_gradient(logits, mine, highest, total, dy, shards), partials.unsqueeze(0)
