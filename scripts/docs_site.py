@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "tp_invariant_recipes"
-PAGES = ("*.md", "slurm/*.md", "docs/**/*.md", "docs/images/*")
+PAGES = ("*.md", "slurm/*.md", "docs/**/*.md", "docs/images/*", "examples/**/*.py", "examples/*.yaml")
 
 
 def modules() -> list[str]:
