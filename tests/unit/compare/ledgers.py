@@ -98,6 +98,19 @@ def with_trace(step: int, *names: str, digest: str | None = "0" * 32) -> dict[st
     return {"trace": tuple(entries)}
 
 
+LOSS, OTHER = "f32:40c80000", "f32:40c80001"
+EVERY_SECOND = {
+    2: {"validation/0:8": LOSS},
+    4: {"validation/8:16": LOSS},
+    5: {"final_validation/16:24": LOSS, "test/0:8": LOSS},
+}
+
+
+def evaluated(name, evaluations):
+    steps = (replace(record(step), evaluations=evaluations.get(step, {})) for step in range(1, STEPS + 1))
+    return Ledger(HEADER, tuple(steps), Path(name) / "ledger.jsonl", torn=False)
+
+
 NONE = lambda step: False  # noqa: E731
 NO_STATE = "Not compared: clipped gradients and optimizer moments, of which neither run has digests at a common step."
 BARE = replace(HEADER, parameters=())

@@ -125,37 +125,22 @@ def test_the_wrong_ranks_are_named(judged):
     assert result.shape == "constant ratio 2 (added twice), right on ranks 0"
 
 
-@pytest.mark.parametrize("at_once", (1, 5 * COLUMNS, 2**17))
-def test_rows_that_are_read_in_blocks_are_those_of_the_whole(judged, tmp_path, monkeypatch, at_once):
+@pytest.mark.parametrize("at_once", (1, 5 * COLUMNS))
+def test_rows_that_are_read_in_blocks_are_those_of_the_whole(judged, monkeypatch, at_once):
     """Of pieces in every other row and half of the columns, as tensor-parallel ranks have them."""
-    monkeypatch.setattr(reported_norm, "CACHED", at_once)
     values = rounded(EXACT[WEIGHT], 99)
     values[1::2, 16:] *= 1.5
-    pieces = {  # rank -> rows, columns
-        0: [(slice(0, None, 2), slice(0, 16)), (slice(1, None, 2), slice(0, 16))],
-        1: [(slice(0, None, 2), slice(16, 32)), (slice(1, None, 2), slice(16, 32))],
-    }
+    rows, columns = (slice(0, None, 2), slice(1, None, 2)), (slice(0, 16), slice(16, 32))
     parts = [
-        {
-            WEIGHT: [
-                TensorPart(values[rows, columns].contiguous(), rows.start, columns.start, 2) for rows, columns in own
-            ]
-        }
-        for own in pieces.values()
+        whole({name: EXACT[name] for name in (OUTPUT, TO_INPUT)})
+        | {WEIGHT: [TensorPart(values[row, column].contiguous(), row.start, column.start, 2) for row in rows]}
+        for column in columns
     ]
-    result = judged(*(whole({name: EXACT[name] for name in (OUTPUT, TO_INPUT)}) | part for part in parts))[WEIGHT]
-    reference = tmp_path / "reference"
-    moved = [
-        dumps.read_step(AuditedRun(reference).dithered(n).path, 1).values(WEIGHT) - EXACT[WEIGHT].numpy()
-        for n in (1, 2, 3)
-    ]
-    noise, error = np.square(moved).mean(0), np.square(values.numpy() - EXACT[WEIGHT].numpy().astype(np.float64))
-    wrong = math.sqrt(error[:, 16:].mean() / noise[:, 16:].mean())
-    rows, columns = pieces[1][1]
-    unit = np.maximum(noise[rows, columns].mean(1), noise[rows, columns].mean())
-    wrong = max(wrong, np.sqrt(error[rows, columns].mean(1) / unit).max() / deviation.ROW)
-    assert result.ranks == (1,)
-    assert result.factor == pytest.approx(wrong, rel=1e-9)
+    results = [judged(*parts)[WEIGHT]]
+    monkeypatch.setattr(reported_norm, "CACHED", at_once)
+    results.append(judged(*parts)[WEIGHT])
+    assert [result.ranks for result in results] == [(1,), (1,)]
+    assert results[1].factor == pytest.approx(results[0].factor, rel=1e-9)
 
 
 def test_a_norm_of_the_gradients_themselves_is_megatrons(judged, tmp_path, monkeypatch):

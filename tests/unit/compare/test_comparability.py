@@ -16,7 +16,6 @@ from tp_invariant_recipes.features.verify import verdict
 from tp_invariant_recipes.launch import resume as launch_resume
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
 from tp_invariant_recipes.machine import processor
-from tp_invariant_recipes.numerics.mode import definition
 from tp_invariant_recipes.numerics.modes.tree import ON_GPU
 
 CPU = {"name": "cpu", "compute_capability": "0.0", "machine": "x86_64", "attention": "portable 1"}
@@ -104,13 +103,6 @@ OF_LAST_YEAR = header_of_mode("tree", H200_ATTENTION | {"product": "fixed tiles 
 OF_TODAY = replace(OF_LAST_YEAR, device=OF_LAST_YEAR.device | {"product": ON_GPU})
 # One that began with last year's products and has today's from step 4 on.
 OF_BOTH = replace(OF_LAST_YEAR, notes={"resumed": [{"after_step": 3, "changed": {"device.product": ON_GPU}}]})
-
-
-def test_only_tree_on_a_gpu_has_a_version_of_products():
-    results = {
-        (mode, kind): definition(mode, kind) for mode in ("tree", "portable", "stock") for kind in ("cpu", "gpu")
-    }
-    assert {key for key, version in results.items() if version} == {("tree", "gpu")}
 
 
 # Two runs, of which the first has another definition of products, or the second has, from its start or a later step on.

@@ -1,7 +1,6 @@
 """Reading ledgers to compare them: in one pass that keeps no step, and whoever waits for long is told."""
 
 import os
-import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +8,12 @@ import pytest
 
 from tests.unit.compare.ledgers import HEADER, record
 from tp_invariant_recipes.compare import compare as compare_module
-from tp_invariant_recipes.compare import tally
-from tp_invariant_recipes.compare.compare import compare, compare_all
-from tp_invariant_recipes.compare.result import comparison_json, report
+from tp_invariant_recipes.compare.compare import compare
+from tp_invariant_recipes.compare.result import report
 from tp_invariant_recipes.compare.text import remarks
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger import reader, stream
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import read, streamed
-from tp_invariant_recipes.ledger.reader import next_step
-from tp_invariant_recipes.ledger.schema import Header, StepRecord
 from tp_invariant_recipes.ledger.stream import abreast
 from tp_invariant_recipes.machine import progress
 
@@ -28,50 +23,6 @@ def written(file: Path, *, header=HEADER, steps: int = 4, **changes) -> Path:
     lines = (encode_step(record(step, **(changes if step == 3 else {})), header) for step in range(1, steps + 1))
     file.write_bytes(encode_header(header) + b"".join(lines))
     return file
-
-
-@pytest.fixture
-def decoded(monkeypatch) -> list[weakref.ref]:
-    """References to the records of all lines that are decoded, in this order."""
-    results = []
-
-    def remembered(line: bytes, header: Header, step: int) -> StepRecord:
-        single = next_step(line, header, step)
-        results.append(weakref.ref(single))
-        return single
-
-    for module in (reader, stream):
-        monkeypatch.setattr(module, "next_step", remembered, raising=False)
-    return results
-
-
-def in_memory(decoded: list[weakref.ref]) -> int:
-    return sum(item() is not None for item in decoded)
-
-
-def test_steps_are_read_once_in_order_and_not_kept(monkeypatch, tmp_path, decoded):
-    files = [
-        written(tmp_path / name, steps=20, **changes)
-        for name, changes in (("a", {}), ("b", {}), ("c", {"loss": "f32:40c80001"}))
-    ]
-    seen, kept = [], []
-
-    def noted(self: tally.Tally, a: StepRecord, b: StepRecord) -> None:
-        seen.append((a.step, b.step))
-        kept.append(in_memory(decoded))
-        add(self, a, b)
-
-    add = tally.Tally.add
-    monkeypatch.setattr(tally.Tally, "add", noted)
-    first, *others = map(streamed, files)
-    identical, different = compare_all(first, others)
-    assert seen == [(step, step) for step in range(1, 21) for _ in others]
-    assert len(decoded) == 21  # two lines of step 3, and one of every other step
-    assert max(kept) <= 6  # two steps of two pairs around the first difference, the last step and this one
-    assert (identical.verdict.value, different.verdict.value) == ("identical", "different")
-    assert [comparison_json(item) for item in (identical, different)] == [
-        comparison_json(compare(read(files[0]), read(file))) for file in files[1:]
-    ]
 
 
 def test_equal_lines_are_one_record_and_others_are_not_taken_for_them(tmp_path):
@@ -102,21 +53,6 @@ def test_a_line_of_other_parameters_is_another_record(tmp_path):
         compare(streamed(tmp_path / "a"), streamed(tmp_path / "b"))
 
 
-def test_a_line_that_stands_twice_is_still_out_of_order(tmp_path):
-    lines = written(tmp_path / "a").read_bytes().splitlines(keepends=True)
-    (tmp_path / "b").write_bytes(b"".join([*lines[:3], lines[2], *lines[3:]]))
-    with pytest.raises(LedgerError, match=r"b line 4: step 2 where step 3 belongs"):
-        compare(streamed(tmp_path / "a"), streamed(tmp_path / "b"))
-
-
-@pytest.mark.parametrize("end", (b"", b'{"step": 5, "sam', b"\0\0\n"))
-def test_a_torn_end_is_omitted(tmp_path, end):
-    file = written(tmp_path / "a")
-    file.write_bytes(file.read_bytes() + end)
-    result, whole = streamed(file), read(file)
-    assert (tuple(result.steps), result.torn, result.header) == (whole.steps, whole.torn, whole.header)
-
-
 def test_a_file_that_another_takes_the_place_of_or_that_is_cut_is_named(tmp_path):
     file = written(tmp_path / "a")
     cut, replaced = streamed(file), streamed(file)
@@ -126,16 +62,6 @@ def test_a_file_that_another_takes_the_place_of_or_that_is_cut_is_named(tmp_path
     written(tmp_path / "other").replace(file)
     with pytest.raises(LedgerError, match=r"a was replaced or cut while it was read: repeat the command"):
         replaced.steps[0]
-
-
-def test_steps_at_a_distance_are_kept_as_their_span():
-    spans: list[range] = []
-    steps = [1, *range(10, 101, 10), 105, 106, 107]
-    for step in steps:
-        tally._extend(spans, step)
-    result = tally.ParameterDifference("weight", "moments", tuple(spans))
-    assert (result.first_step, result.steps) == (1, tuple(steps))
-    assert len(tally.ParameterDifference("w", "moments", tuple(spans)).spans) < 6
 
 
 def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):

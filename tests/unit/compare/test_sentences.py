@@ -11,13 +11,17 @@ import pytest
 
 from tests.unit.compare.ledgers import (
     BARE,
+    EVERY_SECOND,
     FC1,
     FC2,
     HEADER,
+    LOSS,
     NAMES,
     NONE,
+    OTHER,
     PARAMETERS,
     A,
+    evaluated,
     ledger,
     record,
     trace,
@@ -25,7 +29,6 @@ from tests.unit.compare.ledgers import (
     with_other,
     with_trace,
 )
-from tests.unit.compare.test_compare_evaluations import EVERY_SECOND, LOSS, OTHER, evaluated
 from tests.unit.compare.test_compare_state import STATES, ledger_with_state
 from tests.unit.compare.test_ledger_compare import HEADER as PLAIN
 from tests.unit.compare.test_ledger_compare import plain_ledger
@@ -82,6 +85,13 @@ def numbers() -> Cases:
         lacking = ledger("b")
         object.__setattr__(lacking.steps[2], name, None)
         yield f"{name} that one run lacks", A, lacking
+    one, two = (replace(PLAIN, layout={"tp": tp}, numerics={"mode": "stock"}) for tp in (1, 2))
+    for title, layout, loss in (
+        ("other layouts", two, OTHER),
+        ("one layout", one, OTHER),
+        ("equal layouts", two, LOSS),
+    ):
+        yield f"stock in {title}", plain_ledger(header=one), plain_ledger(name="b", header=layout, loss=loss)
 
 
 def digests() -> Cases:

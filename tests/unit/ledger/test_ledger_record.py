@@ -107,6 +107,7 @@ def test_header_text_does_not_depend_on_the_order_of_keys():
         {"evaluations": {"validation": "f32:40c80000"}},
         {"evaluations": {"validating/0:8": "f32:40c80000"}},
         {"evaluations": {"validation/0:8": 6.25}},
+        {"evaluations": {"validation/00:8": "f32:40c80000"}},
     ),
     ids=str,
 )

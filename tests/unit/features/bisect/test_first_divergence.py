@@ -13,6 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.ledgers import record
+from tests.unit.compare.ledgers import LOSS, evaluated
+from tests.unit.compare.ledgers import OTHER as OTHER_LOSS
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.magnitude import magnitude
 from tp_invariant_recipes.features.bisect import workflow as bisect
@@ -162,6 +164,14 @@ def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypat
     written = json.loads((actual.directory.path / "bisect.json").read_text())
     assert (written["text"], written["placed"]["verdict"]) == (result.words, "different")
     assert (result.module, result.operation) == (FC1, "the update of the optimizer")
+
+
+def test_bisect_trains_nothing_for_evaluations(monkeypatch):
+    """No trace covers an evaluation."""
+    runs = {name: evaluated(name, {2: {"validation/0:8": loss}}) for name, loss in (("a", LOSS), ("b", OTHER_LOSS))}
+    monkeypatch.setattr(bisect, "_can_be_trained", lambda ledger: True)
+    monkeypatch.setattr(bisect, "read", runs.get)
+    assert bisect.new("a", "b", None).recorded.first.phase == "evaluation"
 
 
 def write_dump(run: Path, last: int, names: tuple[str, str]) -> None:
