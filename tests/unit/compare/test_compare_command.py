@@ -18,7 +18,9 @@ from tests.unit.compare.ledgers import (
     A,
     grown,
     ledger,
+    record,
     tpi_compare,
+    value,
     with_other,
     with_trace,
 )
@@ -68,12 +70,22 @@ def test_a_table_that_would_repeat_one_line_is_omitted(ledger_folder):
     assert tpi_compare("a", "b", "--all").stdout.count(NAMES[3]) == 1
 
 
-def test_json_has_everything(ledger_folder, data_regression):
+def test_json_has_everything(ledger_folder):
     write_ledger_of(ledger("b", traced=(3,), **with_other(3, gradients=NAMES[1], weights=NAMES[2])))
     parameters = (replace(PARAMETERS[0], shape=(1, 128)), *PARAMETERS[1:])
     write_ledger_of(ledger("c", header=replace(HEADER, parameters=parameters)))
-    output = json.loads(tpi_compare("--json", "a", "b", "c").stdout)
-    data_regression.check(output, fullpath=Path(__file__).parent / "sentences" / "json_of_digests.yml")
+    different, model = json.loads(tpi_compare("--json", "a", "b", "c").stdout)["comparisons"]
+    first, coverage = different["first_difference"], different["coverage"]
+    assert (first["a"], first["b"]) == (record(3).gradients[NAMES[1]], value("other", NAMES[1]))
+    assert first["explanation"] == f"gradient of {NAMES[1]} differs, loss matched"
+    assert different["parameters"] == [
+        {"name": NAMES[1], "kind": "gradients", "steps": [3]},
+        {"name": NAMES[2], "kind": "weights", "steps": [3]},
+    ]
+    both = {name for name, count in coverage.items() if count == {"both": 5, "only_a": 0, "only_b": 0}}
+    assert both == {"loss", "grad_norm", "learning_rate", "gradients", "weights"}
+    assert coverage["trace"] == {"both": 0, "only_a": 0, "only_b": 1}
+    assert model["model"] == [{"parameter": NAMES[0], "a": "shape [8, 16]", "b": "shape [1, 128]"}]
 
 
 def dump(run: str, *values: float, shape: tuple[int, ...] = (2, 2), name: str = f"forward/{FC2}/output") -> Path:

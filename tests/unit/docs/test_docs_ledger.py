@@ -4,8 +4,6 @@ import json
 import runpy
 from pathlib import Path
 
-import pytest
-
 from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.ledger.lines import encode_step
 
@@ -18,20 +16,5 @@ def test_the_page_has_the_tables_of_the_dataclasses():
     assert SCRIPT["page"](PAGE) == PAGE
 
 
-def test_another_table_is_detected():
-    assert SCRIPT["page"](PAGE.replace("| `tokens` |", "| `token` |")) == PAGE != PAGE.replace("`tokens`", "`token`")
-
-
 def test_every_key_of_a_step_has_a_row():
     assert set(json.loads(encode_step(RECORD, HEADER))) <= set(SCRIPT["fields"](type(RECORD)))
-
-
-def test_a_field_without_a_meaning_is_detected():
-    class Undescribed(type(RECORD)):
-        """A record.
-
-        step: its number
-        """
-
-    with pytest.raises(ValueError, match="Undescribed: its docstring has step"):
-        SCRIPT["fields"](Undescribed)

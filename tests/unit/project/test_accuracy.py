@@ -39,12 +39,3 @@ def test_sums_over_ranks_in_bf16_are_worse_than_a_tree(accuracy_rows):
         if (row.operation, row.result, row.dtype) == ("row-parallel", "y", torch.bfloat16)
     }
     assert results["stock t=4"] > 1.5 * results["tree V=8"]
-
-
-def test_the_script_prints_a_table(accuracy, accuracy_rows, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accuracy", "cpu"])
-    monkeypatch.setattr(accuracy, "measure", {"cpu": accuracy_rows}.__getitem__)  # measured once for all tests here
-    assert accuracy.main() == 0
-    output = capsys.readouterr().out
-    assert "tree V=8" in output
-    assert "cross entropy dlogits" in output

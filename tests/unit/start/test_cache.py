@@ -89,13 +89,6 @@ def test_bytecode_that_python_may_not_write(own_package, tmp_path, monkeypatch, 
     assert cache.packages_without_bytecode() == []
 
 
-def test_bytecode_in_a_folder_that_is_read_only(own_package, monkeypatch):
-    asked = []
-    monkeypatch.setattr(os, "access", lambda folder, mode: asked.append(folder) or False)
-    assert cache.packages_without_bytecode() == [own_package.parent.name]
-    assert asked == [own_package.parent]
-
-
 def test_it_is_kept_in_a_folder_of_tpi(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     assert cache.keep_bytecode() == cache.bytecode_folder()
@@ -111,19 +104,7 @@ def test_bytecode_that_python_keeps_stays_where_it_is(own_package):
     assert (sys.pycache_prefix, sys.dont_write_bytecode) == (None, False)
 
 
-def test_a_folder_that_the_user_has_chosen_stays(own_package, monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(sys, "pycache_prefix", "chosen")
-    assert cache.keep_bytecode() is None
-    assert sys.pycache_prefix == "chosen"
-
-
 def test_a_cache_that_cannot_be_written(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(os, "access", lambda folder, mode: False)
     assert cache.keep_bytecode() is None
-
-
-def test_nothing_is_imported(own_package):
-    cache.packages_without_bytecode()
-    assert own_package.parent.name not in sys.modules

@@ -81,10 +81,6 @@ def test_a_failure_is_not_kept(driver):
     assert forking.can_fork(dict(os.environ), probe=yes)
 
 
-def test_without_an_import_a_fork_saves_nothing():
-    assert not forking.can_fork(None, probe=never)
-
-
 def test_what_the_launcher_sets_later_does_not_count(monkeypatch):
     before = dict(os.environ)
     for name in forking.SET_LATER:
@@ -141,17 +137,6 @@ def test_the_method_of_the_ranks(monkeypatch, device, asked, can, method):
     assert ranks.start_method(device) == method
 
 
-def test_the_decision_gets_the_variables_of_the_import(monkeypatch):
-    asked = []
-    monkeypatch.delenv(ranks.FORK, raising=False)
-    monkeypatch.setattr(ranks, "can_fork", lambda imported_with: bool(asked.append(imported_with)))
-    monkeypatch.setattr(bridge, "imported_with", {})
-    ranks.start_method("gpu")
-    monkeypatch.setattr(bridge, "imported_with", {"A": "1"})
-    ranks.start_method("gpu")
-    assert asked == [None, {"A": "1"}]
-
-
 def test_while_bridge_is_imported_the_driver_says_what_a_gpu_can_do(monkeypatch):
     original = torch.cuda.get_device_capability
     monkeypatch.setattr(gpus, "visible", lambda: [gpus.Gpu("NVIDIA H200", (9, 0), 1 << 37)])
@@ -162,16 +147,6 @@ def test_while_bridge_is_imported_the_driver_says_what_a_gpu_can_do(monkeypatch)
             torch.cuda.get_device_capability()
     assert torch.cuda.get_device_capability is original
     assert not torch.cuda.is_initialized()
-
-
-def test_gpus_are_counted_without_cuda_while_bridge_is_imported(monkeypatch):
-    for before in (None, "0"):
-        monkeypatch.delenv(bridge.ASK_NVML, raising=False)
-        if before is not None:
-            monkeypatch.setenv(bridge.ASK_NVML, before)
-        with bridge._nvml_only():
-            assert os.environ[bridge.ASK_NVML] == "1"
-        assert os.environ.get(bridge.ASK_NVML) == before
 
 
 def _child(function, go, pipe):

@@ -45,31 +45,6 @@ def test_the_parts_add_up(clock):
     assert start_clock.text(parts) == line
 
 
-def test_a_second_training_of_a_process_starts_anew(clock):
-    made, wait = clock
-    with made.counted(IMPORTS):
-        wait(10)
-    wait(100)
-    made.restart()
-    wait(1)
-    made.setting_up = time.time()
-    made.step_begins()
-    assert made.parts() == {"composing": 1, IMPORTS: 0, "model and data": 0, KERNELS: 0, "step": 0}
-
-
-def test_a_trial_counts(clock):
-    made, wait = clock
-
-    def trial():
-        wait(2)
-        return True
-
-    results = {}
-    for _ in range(2):
-        assert cublas.tried(results, ("kind",), cublas.torch.zeros(1), trial)
-    assert made.seconds[KERNELS] == 2
-
-
 def test_an_unknown_part_is_not_shown():
     assert start_clock.text({"step": 1.0, "\x1b[2J": 9.0}) == "first step after 1.0 s: step 1.0"
 
