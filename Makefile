@@ -23,6 +23,7 @@ short-tests: slurm-installed
 
 test-all: lint types slurm-installed ## The same with every test: before a release, and when docs/testing.md says so
 	$(BIN)/pytest -n $(JOBS)
+	.ci/instructions
 
 bootstrap: ## Make .venv from the locks
 	@scripts/bootstrap

@@ -186,11 +186,4 @@ KERNELS: dict[str, Callable[[_Now], None]] = {
     "all-gather": _after_the_update("weight", "within"),
     "memory": _after_the_update("master", "after"),
     "defined": _defined,
-    # The same of stock numerics.
-    "stock product": _function(
-        "megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication.apply"
-    ),
-    "stock attention": _function("megatron.core.transformer.dot_product_attention", "DotProductAttention.forward"),
-    "stock norm": _function("torch.nn", "RMSNorm.forward"),
-    "stock activation": _activation,
 }

@@ -144,7 +144,7 @@ def test_the_time_limit_saves_and_requeues_and_cancel_ends_it(tpi, cluster, subm
     assert (run / "job.ended").read_text() == "stopped\n"
 
 
-@pytest.mark.release  # in `make test`: features/test_verify_matrix.py, and SLURM takes the scripts in test_cluster.py
+@pytest.mark.release  # in `make test`: features/verify/test_verify_matrix.py, and below SLURM takes the scripts
 def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, cluster, submit, site) -> None:
     matrix = ("qwen3_toy", "tp=1,2", "seq=32", "model.num_layers=1", "iters=20", "--verify")
     jobs = {mode: submit(*matrix, f"numerics={mode}", "--dir", mode) for mode in ("tree", "stock")}

@@ -175,25 +175,6 @@ def test_a_resumed_campaign_has_the_faults_of_the_first_and_repeats_no_audit(her
     assert len(first.findings) == 2
 
 
-def test_later_audits_know_the_references_of_earlier_ones(here, monkeypatch):
-    _, answers = ran(here, monkeypatch, lambda cell: True, concurrency=1)
-    assert answers.references == [{str(earlier) for earlier in range(n)} for n in range(len(answers.started))]
-
-
-def test_an_equal_reference_is_trained_once(monkeypatch):
-    trained, key = [], ["a"]
-    monkeypatch.setattr(workflow, "_train", lambda *args: trained.append(args) or len(trained))
-    monkeypatch.setattr(workflow, "reference_key", lambda audit: key[0])
-    references = {}
-    audit = SimpleNamespace(reference=None)
-    assert [workflow._trained_reference(audit, None, references) for _ in range(2)] == [1, 1]
-    key[0] = "b"
-    assert workflow._trained_reference(audit, None, references) == 2
-    key[0] = None
-    assert [workflow._trained_reference(audit, None, references) for _ in range(2)] == [3, 4]
-    assert references == {"a": 1, "b": 2}
-
-
 def test_a_fault_is_shrunk_while_another_audit_runs_and_detected_once(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: not {"tp=2", LOSS} <= cell)
     assert [finding.settings for finding in result.findings] == [("tp=2", LOSS)]

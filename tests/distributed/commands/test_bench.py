@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.distributed.faults import has_lines, ranks_of, stop
+from tests.distributed.faults import has_lines, ranks_of
 from tp_invariant_recipes.ledger.open import read
 
 SMALL = ("qwen3_toy", "tp=2", "seq=32", "gbs=1", "device=cpu", "model.num_layers=1")
@@ -42,11 +42,3 @@ def test_a_killed_rank_is_named(tpi):
     assert "rank 1 was killed by SIGKILL" in process.stderr
     assert "Traceback" not in process.stderr
     assert not (tpi.folder / "killed/bench.json").exists()
-
-
-@pytest.mark.release  # in `make test`: a killed rank, and Ctrl-C in test_verify.py
-@pytest.mark.parametrize("number, status", ((signal.SIGINT, 130), (signal.SIGTERM, 2)))
-def test_a_stopped_benchmark_says_so(tpi, number, status):
-    process = tpi.start("bench", *SMALL, "--modes", "stock", "--steps", "400", "--dir", "stopped")
-    stop(process, has_lines(tpi.folder / "stopped/1-stock/progress.jsonl", 2), number, status)
-    assert "the benchmark was stopped before its end" in process.stderr

@@ -148,59 +148,6 @@ def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
     assert ledger.steps[0].diverged == (("masters", NORM, ((0, 1, 3), (2,))),)
 
 
-LANES, ALL_REDUCE, BATCH, UPDATE, END = "kernel", "all-reduce", "batch", "update", "end of the step"
-
-
-def _noting(folder):
-    """Have every rank write the order of events to a file of its own: kernels of digests, and what a step does."""
-
-    def plant():
-        import os
-
-        from megatron.bridge.training import gpt_step
-        from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
-
-        from tp_invariant_recipes.kernels.digest import Lanes
-        from tp_invariant_recipes.observe.digests import callback, merge
-
-        def noted(holder, name, event, *, after=False):
-            original = getattr(holder, name)
-
-            def call(*args, **kwargs):
-                result = original(*args, **kwargs) if after else None
-                with (folder / f"events-{os.environ['RANK']}").open("a") as stream:
-                    stream.write(f"{event}\n")
-                return result if after else original(*args, **kwargs)
-
-            setattr(holder, name, call)
-
-        noted(Lanes, "__call__", LANES)
-        noted(merge.Merge, "__call__", ALL_REDUCE)
-        noted(gpt_step, "get_batch", BATCH, after=True)
-        noted(MixedPrecisionOptimizer, "step_with_ready_grads", UPDATE)
-        noted(callback.Digests, "on_train_step_end", END)
-
-    return plant
-
-
-@pytest.mark.release
-def test_nothing_runs_between_a_step_and_the_next_batch(trained, tmp_path):
-    """There the host waits for the GPU, and would wait for the kernels too. No stage of a pipeline waits for another in
-    its forward pass: the all-reduce comes before the update.
-    """
-    trained(STAGES, "iters=3 ledger.state_digests=2", before=_noting(tmp_path))
-    for rank in (0, 1):
-        events = (tmp_path / f"events-{rank}").read_text().splitlines()
-        gradients = masters = clipped = [LANES]
-        weights, moments = [LANES], [LANES]
-        assert events[events.index(BATCH) :] == [
-            *(BATCH, BATCH, *gradients, UPDATE, END),
-            *(BATCH, *masters, *weights, BATCH, ALL_REDUCE, *gradients, UPDATE, *clipped, END),
-            *(BATCH, *moments, *masters, *weights, BATCH, ALL_REDUCE, *gradients, UPDATE, END),
-            *(*clipped, *moments, *masters, *weights, ALL_REDUCE),
-        ]
-
-
 def test_a_graph_of_the_whole_step_has_the_same_digests(scenario):
     """A replay calls no hook of a forward, and the routers of experts update their biases before the optimizer's step.
     Kernels that start after that, as without the callback's knowledge of the graph, have the next step's biases.

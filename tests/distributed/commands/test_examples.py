@@ -41,13 +41,6 @@ def test_the_other_commands_end_well(copied, file):
         copied(*command, "iters=2", *more, status=0)
 
 
-def test_a_mistake_in_it_is_refused(copied):
-    """The control of the dry runs."""
-    file = copied.folder / "wrong.py"
-    file.write_text((ROOT / "examples/recipe.py").read_text().replace("RMSNorm", "L2Norm"))
-    copied("train", "recipe=wrong.py:small", "tp=2", "--dry-run", status=2)
-
-
 def test_the_page_shows_the_recipe():
     """docs/recipes.md leaves lines out with `…`, and adds none."""
     written = (ROOT / "examples/recipe.py").read_text().splitlines()

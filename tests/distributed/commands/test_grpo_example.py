@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.overrides import parse_all
-
 ROOT = Path(__file__).resolve().parents[3]
 # A bit of each log-probability of the rollout.
 A_BIT = """
@@ -40,10 +37,6 @@ def test_the_reward_is_greatest_for_the_sum(grpo):
     assert rewards == sorted(rewards, reverse=True)
     assert len(set(rewards)) == 5
     assert (rewards[0], rewards[-1]) == (1, 0)
-
-
-def test_its_run_composes(grpo):
-    assert compose("qwen3_toy", parse_all(grpo.DEFAULTS), device="cpu").config.numerics.mode == "portable"
 
 
 def run(folder, name, *words, change=""):

@@ -1,7 +1,4 @@
-"""Broken hardware, planted: a run notices it, names it, and leaves evidence that another machine judges.
-
-tests/distributed/guard_trials.py has the tables of many trials.
-"""
+"""Broken hardware, planted: a run notices it, names it, and leaves evidence that another machine judges."""
 
 import json
 import re
@@ -10,16 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from tests.distributed.guard_faults import Planted
-from tests.distributed.guard_trials import DENSE, EXPERTS
 from tests.distributed.layouts.families import NEXT
 from tests.distributed.scenario import unequal
 from tests.distributed.small_models import RECOMPUTED, small
-from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import checkpoints, guard_files
 from tp_invariant_recipes.runs.run_dir import RunDir
 
+TINY = ("seq=32", "gbs=2", "model.num_layers=1", "model.vocab_size=512")
+DENSE = ("qwen3_toy", *TINY)
+EXPERTS = ("qwen3_moe_toy", *TINY, "model.hidden_size=64", "model.moe_ffn_hidden_size=64")
 EVERY_STEP = ("guard=shadow", "guard.every=1")
 # A run that several tests compare theirs with.
 SOUND = (*DENSE, "iters=4", "numerics.data_shards=2", "ledger.state_digests=1")
@@ -108,24 +106,6 @@ def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
     assert message.startswith("wrong bits at step 3: ")
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
     assert "not comparable: nothing was computed again" in tpi("check", files(tpi)[0], status=2).stdout
-
-
-def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
-    from tp_invariant_recipes.features.guard.callback import Guard
-    from tp_invariant_recipes.features.guard.judge import WrongBits
-
-    result: list[WrongBits] = []
-    guard = object.__new__(Guard)
-    guard._in_doubt, guard._judge = False, SimpleNamespace(poll=lambda: result)
-    guard._fault = lambda finding: HardwareFault(f"suspects {finding.ranks}")
-    result.append(WrongBits(evidence.REPLICAS, 3, "weights", (0, 1)))
-    guard._raise_finding()
-    with pytest.raises(HardwareFault, match=r"suspects \(0, 1\)"):
-        guard._raise_finding()
-    result.append(WrongBits(evidence.MEMORY, 3, "memory", (1,)))
-    guard._in_doubt = False
-    with pytest.raises(HardwareFault, match=r"suspects \(1,\)"):
-        guard._raise_finding()
 
 
 @pytest.mark.release
@@ -264,14 +244,6 @@ def test_a_repetition_begins_as_the_step_did(tpi, kept, always):
     message = guard_message(tpi, Planted("norm", always=always), *words)
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition", message)
     assert ("at other places" in message) is always
-
-
-@pytest.mark.release
-def test_a_thousand_quiet_steps(scenario):
-    single = scenario(*DENSE, "iters=1000", "numerics.data_shards=2", "ledger.digests=10")
-    guarded = single("dp=2", "guard=shadow", "guard.every=10")
-    assert unequal(guarded.ledger(), single("dp=1").ledger()) == []  # one rank takes half the time of two
-    assert checks(guarded.run) > 5000
 
 
 def checks(run):

@@ -271,35 +271,3 @@ def test_context_parallel_ranks_have_the_positions_that_megatron_gives_them(brid
     for rank, held in enumerate(on_ranks(4, 4, _megatrons_positions)):
         parts = Site(None, 32, 1, 1, cp=4, cp_rank=rank).positions(split=False)
         assert [position for first, count in parts for position in range(first, first + count)] == held
-
-
-def test_hooks_are_gone_after_the_traced_steps(tpi):
-    """Counted by the modules themselves. The control: they are there before."""
-
-    def look() -> None:
-        from tp_invariant_recipes.observe import module_hooks, trace
-
-        original = trace.Tracing.on_train_step_end
-
-        def count(model) -> int:
-            hooks = [
-                hook
-                for m in model.modules()
-                for kind in (m._forward_hooks, m._forward_pre_hooks)
-                for hook in kind.values()
-            ]
-            return sum(
-                getattr(getattr(hook, "__self__", None), "__module__", "") == module_hooks.__name__ for hook in hooks
-            )
-
-        def end(self, context):
-            hooked = self._hooks is not None
-            assert (count(context.model[0]) > 0) == hooked
-            original(self, context)
-            assert count(context.model[0]) == 0
-
-        trace.Tracing.on_train_step_end = end
-
-    words = (*SMALL.split(), "ledger.trace=1:1", "model.num_layers=1")
-    tpi("train", *words, "run.dir=run", before=look, status=0)
-    assert [step.trace is not None for step in tpi.ledger("run")] == [True, False]

@@ -76,15 +76,6 @@ def test_the_digest_of_the_data_is_of_the_text(runs, text, tmp_path):
     assert read(runs.folder / "tp2").header.identity["data.digest"] == same
 
 
-def test_a_run_says_where_the_seconds_until_its_first_step_went(runs):
-    first, *later = map(json.loads, (runs.folder / "tp2" / "progress.jsonl").read_text().splitlines())
-    assert list(first["start"]) == ["composing", "imports", "model and data", "kernels and trials", "step"]
-    assert all(seconds >= 0 for seconds in first["start"].values())
-    assert first["start"]["step"] + first["start"]["kernels and trials"] >= first["seconds"] * 0.9
-    assert not any(line["start"] for line in later)
-    assert (runs.folder / "tp2" / "logs" / "bridge.log").read_text().count("first step after ") == 1
-
-
 def test_a_run_is_never_overwritten(runs, text):
     before = (runs.folder / "tp1" / "ledger.jsonl").read_bytes()
     repeated = runs("train", "qwen3_toy", "run.dir=tp1", status=2)
