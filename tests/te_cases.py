@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.numerics.module_runs import Parameters, joined_shards, set_weights
-from tests.distributed.ranks import joined
-from tests.operands import same_bits
+from tests.distributed.numerics.module_runs import Parameters, set_weights
+from tests.distributed.ranks import Split, sliced, together, unequal
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS, POSITIONS, BATCH, INPUTS, OUTPUTS = 4, 16, 2, 128, 320
@@ -78,11 +77,18 @@ def unsplit(case: Case) -> Case:
 UNSPLIT = tuple(dict.fromkeys(map(unsplit, CASES)))
 
 
-def as_unsplit(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that have the bits of the module without parallel_mode."""
-    if case.mode == "row":
-        return {"output": results["output"]}
-    return {name: tensor for name, tensor in results.items() if name != "output" or case.module == "LayerNormLinear"}
+def unlike_unsplit(alone: dict, results: dict, case: Case) -> list[str]:
+    """Of what must have the bits of the module without parallel_mode on one rank, what has not."""
+    names = results[case].keys() - ({"output"} if case.module == "Linear" else set())
+    names = {"output"} if case.mode == "row" else names
+    return unequal(*({name: each[name] for name in names} for each in (results[case], alone[unsplit(case)])))
+
+
+def assert_near(result: dict[str, Tensor], stock: dict[str, Tensor], case: Case) -> None:
+    """Whether it computes what stock computes."""
+    close = 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-18
+    for name, tensor in stock.items():
+        assert (result[name].double() - tensor.double()).norm() < close * tensor.double().norm(), name
 
 
 def built(te: Any, case: Case, mesh: VirtualMesh, device: str) -> Any:
@@ -115,14 +121,8 @@ def parameters(module: Any, case: Case) -> Parameters:
     return result
 
 
-def of_rank(whole: Tensor, mesh: VirtualMesh, dim: int, segments: int = 1) -> Tensor:
-    """This rank's part of every segment."""
-    parts = [segment.chunk(mesh.size, dim)[mesh.rank] for segment in whole.chunk(segments, dim)]
-    return torch.cat(parts, dim)
-
-
-def ran(te: Any, case: Case, mesh: VirtualMesh, device: str) -> tuple[Tensor, Tensor, dict]:
-    """Output, input gradient and gradients of parameters with their split, on this rank."""
+def ran(te: Any, case: Case, mesh: VirtualMesh, device: str) -> dict[str, tuple[Tensor, Split]]:
+    """Output, input gradient and gradients of parameters, of this rank, for `together`."""
     module = built(te, case, mesh, device)
     held = parameters(module, case)
     set_weights(held, mesh, 0.1, case.dtype)
@@ -130,40 +130,29 @@ def ran(te: Any, case: Case, mesh: VirtualMesh, device: str) -> tuple[Tensor, Te
     x, dy, dnormal = (
         torch.randn((POSITIONS, BATCH, size), generator=generator).to(case.dtype) for size in (INPUTS, OUTPUTS, INPUTS)
     )
-    if case.mode != "row":
-        dnormal = dnormal if not case.sequence_parallel else of_rank(dnormal, mesh, 0)
-        x, dy = x if not case.sequence_parallel else of_rank(x, mesh, 0), of_rank(dy, mesh, 2, case.segments)
-    else:
-        x, dy = of_rank(x, mesh, 2), dy if not case.sequence_parallel else of_rank(dy, mesh, 0)
-    x = x.to(device).requires_grad_()
+    along, row = 0 if case.sequence_parallel else None, case.mode == "row"
+    features = (2, [(INPUTS if row else OUTPUTS) // mesh.size // (n := 1 if row else case.segments)] * n)
+
+    def mine(whole: Tensor, split: Split) -> Tensor:
+        if split is None:
+            return whole
+        return sliced(whole, 0, mesh) if split == 0 else sliced(whole, 2, mesh, len(features[1]))
+
+    of_x, of_y = (features, along) if row else (along, features)
+    x, dy, dnormal = mine(x, of_x).to(device).requires_grad_(), mine(dy, of_y), mine(dnormal, along)
     y, *normal = module(x) if case.returned else [module(x)]
     torch.autograd.backward([y, *normal], [dy.to(device), dnormal.to(device)][: 1 + len(normal)])
-    along = (0, [POSITIONS // mesh.size]) if case.sequence_parallel else None
-    gradients = {"norm": (normal[0].detach().cpu(), along)} if normal else {}
+    results: dict[str, tuple[Tensor, Split]] = {"norm": (normal[0].detach().cpu(), along)} if normal else {}
     for name, (parameter, split) in held.items():
-        gradient = parameter.grad
         if split is None and case.sequence_parallel and mesh.size > 1:
-            dist.all_reduce(gradient, group=mesh.group)  # as a program does for what every rank holds whole
-        gradients[name] = gradient.cpu(), split
-    return y.detach().cpu(), x.grad.cpu(), gradients
+            dist.all_reduce(parameter.grad, group=mesh.group)  # as a program does for what every rank holds whole
+        results[name] = parameter.grad.cpu(), split
+    return results | {"output": (y.detach().cpu(), of_y), "input gradient": (x.grad.cpu(), of_x)}
 
 
-def whole(ranks: Sequence[tuple], case: Case) -> dict[str, Tensor]:
-    """What `ran` returned on all ranks, put together."""
-    ys, dxs, gradients = zip(*ranks, strict=True)
-    split, gathered = (ys, dxs) if case.mode != "row" else (dxs, ys)
-    segments = case.segments if case.mode != "row" else 1
-    assert case.sequence_parallel or all(same_bits(part, gathered[0]) for part in gathered)
-    along = torch.cat(gathered) if case.sequence_parallel else gathered[0]
-    features = joined(split, -1, segments)
-    y, dx = (features, along) if case.mode != "row" else (along, features)
-    return {"output": y, "input gradient": dx, **joined_shards(gradients)}
-
-
-def unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """The tensors of which not all bits are equal."""
-    assert a.keys() == b.keys()
-    return [name for name in a if not same_bits(a[name], b[name])]
+def whole(ranks: Sequence[dict]) -> dict[Any, dict[str, Tensor]]:
+    """What ranks hold of every case, put together."""
+    return {case: together([rank[case] for rank in ranks]) for case in ranks[0]}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
@@ -88,3 +89,31 @@ def joined(parts: Sequence[torch.Tensor], dim: int, segments: int | list[int] = 
     """
     split = [part.chunk(segments, dim) if isinstance(segments, int) else part.split(segments, dim) for part in parts]
     return torch.cat([torch.cat(slices, dim) for slices in zip(*split, strict=True)], dim)
+
+
+# Where a rank's part of a tensor lies: along a dimension, in segments of these sizes or in one. None: each rank has the
+# whole. FIRST: the first rank has it, and the others have zeros, which Megatron adds.
+Split = tuple[int, list[int]] | int | str | None
+FIRST = "first"
+
+
+def together(ranks: Sequence[dict[str, tuple[torch.Tensor, Split]]]) -> dict[str, torch.Tensor]:
+    """What ranks hold of named tensors → name → the whole. What several hold whole must be the same."""
+    results = {}
+    for name in sorted(set().union(*ranks)):
+        held = [rank[name] for rank in ranks if name in rank]
+        (first, split), parts = held[0], [part for part, _ in held]
+        if split is None:
+            assert all(same_bits(part, first) for part in parts), name
+        elif split == FIRST:
+            assert not any(part.count_nonzero() for part in parts[1:]), name
+        else:
+            first = joined(parts, *split) if isinstance(split, tuple) else torch.cat(parts, int(split))
+        results[name] = first
+    return results
+
+
+def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """The tensors of which not all bits are equal."""
+    assert a.keys() == b.keys()
+    return [name for name in a if not same_bits(a[name], b[name])]

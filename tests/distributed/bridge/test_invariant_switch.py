@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 
-from tests.distributed.numerics.module_runs import joined_shards, split_of
-from tests.distributed.ranks import megatron, on_ranks
-from tests.operands import same_bits
+from tests.distributed.numerics.module_runs import split_of
+from tests.distributed.ranks import megatron, on_ranks, together, unequal
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.invariant import _variables, switched_on
 from tp_invariant_recipes.numerics.settings import NumericsSettings
@@ -118,9 +117,7 @@ def switched(mesh, value, function, *arguments):
 @pytest.mark.parametrize("switch", ("1", "0"))
 def test_a_plain_program_has_one_result_and_without_the_switch_several(bridge, bf16, fields, steps, switch):
     first, second = (on_ranks(t, V, switched, switch, program, bf16, fields, steps) for t in (1, 2))
-    a, b = (joined_shards([weights for _, weights in ranks]) for ranks in (first, second))
-    assert a.keys() == b.keys()
-    different = [name for name in a if not same_bits(a[name], b[name])]
+    different = unequal(*(together([weights for _, weights in ranks]) for ranks in (first, second)))
     if switch == "0":
         assert different  # a loss is one number: a rounding may hide it
     else:
