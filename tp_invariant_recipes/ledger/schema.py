@@ -92,7 +92,7 @@ class Header(Record):
     layout: degrees of parallelism by their short names
     versions: versions of the packages that compute
     device: name and compute capability, a CPU's `instructions`, attention backend,
-        [definition of a product](numerics.md#what-is-a-product)
+        [definition of a GEMM](numerics.md#how-is-a-gemm-defined)
     environment: the variables that numerics depend on
     notes: other facts, such as the tokenizer's convention; `resumed`: what each resume has changed
     parameters: the tensors that have digests, in the digests' order: `name` as in Megatron's distributed checkpoints,

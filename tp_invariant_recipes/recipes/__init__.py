@@ -10,7 +10,7 @@ Each takes what follows the model on `tpi train`'s command line, as texts ("tp=4
 keywords (tp=4, **{"optimizer.adam_eps": 1e-8}), and raises ConfigError listing every problem. These are the runs of
 `tpi train numerics=stock`. Invariant numerics also replace functions that Megatron calls by name, which a
 ConfigContainer cannot do, so a recipe refuses numerics=tree. With NVTE_TP_INVARIANT_MODE=1 and `import
-tp_invariant_recipes.invariant` the same recipe trains with the invariant numerics (docs/switch.md).
+tp_invariant_recipes.invariant` the same recipe trains with the invariant numerics (docs/patch-mode.md).
 `python -m tp_invariant_recipes.recipes` runs Bridge's own recipe runner with these names known to it.
 """
 
