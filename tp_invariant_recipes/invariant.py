@@ -130,12 +130,6 @@ def _variables() -> dict[str, str]:
     return variables
 
 
-def _gpu() -> int | None:
-    import torch
-
-    return torch.cuda.current_device() if _device() == "gpu" else None
-
-
 def _device() -> str:
     return "gpu" if gpus.visible() else "cpu"
 
@@ -147,7 +141,9 @@ def _checked_and_initialised(original: Callable[..., None], numerics: NumericsSe
         call.apply_defaults()
         config, positions = call.arguments["config"], call.arguments["position_embedding_type"]
         if (arithmetic := numerics.arithmetic) is not None:
-            arithmetic.require_machine(_gpu())  # once a process
+            import torch
+
+            arithmetic.require_machine(torch.cuda.current_device() if _device() == "gpu" else None)  # once a process
         problems = _problems(config, numerics, vocab_size=call.arguments["vocab_size"])
         for name in ROTARY:  # fields of Bridge's providers, which numerics=portable reads
             setattr(config, name, call.arguments[name])
@@ -160,9 +156,14 @@ def _checked_and_initialised(original: Callable[..., None], numerics: NumericsSe
         _refuse(problems)
         original(self, *args, **kwargs)
         if config.perform_initialization:
+            import torch
+            import torch.distributed as dist
+
             from tp_invariant_recipes.numerics.megatron.init import initialise
 
-            initialise([self], seed=_common_seed())
+            seed = [torch.initial_seed()]
+            dist.broadcast_object_list(seed, src=0)
+            initialise([self], seed=seed[0])
 
     return __init__
 
@@ -231,13 +232,15 @@ def _problems(
     from megatron.core import parallel_state
 
     shards = numerics.virtual_shards or 1
+    import torch
+
     model = {name: value for name, value in _relevant_fields(config).items() if name != "hybrid_layer_pattern"} | {
         "vocab_size": vocab_size or shards,
         "seq_length": shards * VECTORS,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         # What counts is torch's flag, which Megatron-Core sets by the field with bf16=True alone.
-        "disable_bf16_reduced_precision_matmul": not _adds_in_bf16(),
+        "disable_bf16_reduced_precision_matmul": not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
     }
     sections = {
         "numerics": asdict(numerics),
@@ -266,27 +269,10 @@ def _relevant_fields(config: Any) -> dict[str, Any]:
     }
 
 
-def _adds_in_bf16() -> bool:
-    """Whether cuBLAS may add parts of a product in bf16."""
-    import torch
-
-    return torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-
-
 def _refuse(problems: list[str]) -> None:
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise ConfigError(f"{SWITCH}=1 does not cover this:{listed}", problems)
-
-
-def _common_seed() -> int:
-    """Rank 0's seed of torch's default generator: with pipeline parallelism Megatron-LM gives every stage its own."""
-    import torch
-    import torch.distributed as dist
-
-    seed = [torch.initial_seed()]
-    dist.broadcast_object_list(seed, src=0)
-    return seed[0]
 
 
 if (_numerics := switched_on(dict(os.environ))) is not None:

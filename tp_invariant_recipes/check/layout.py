@@ -49,17 +49,13 @@ def _layers(config: RunConfig, layout: Layout) -> Problem | None:
     if ends and config.shape.layers:
         return _uneven(config.shape.layers, layout.pp, ends)
     if counted and config.shape.layers:
-        return _accounted(config.shape.layers, layout.pp, counted)
+        total = config.shape.layers + len(counted)
+        if total % layout.pp == 0:
+            return None
+        fits = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        why = f"model.num_layers={config.shape.layers} + {len(counted)} ({', '.join(counted)})"
+        return Problem("", f"pp={layout.pp} does not divide {why}", f"pp can be {fits}")
     return _divides("pp", lambda at: at.pp, "num_layers")(config, layout)
-
-
-def _accounted(layers: int, stages: int, counted: list[str]) -> Problem | None:
-    total = layers + len(counted)
-    if total % stages == 0:
-        return None
-    fits = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
-    why = f"model.num_layers={layers} + {len(counted)} ({', '.join(counted)})"
-    return Problem("", f"pp={stages} does not divide {why}", f"pp can be {fits}")
 
 
 def _uneven(layers: int, stages: int, ends: dict[str, int]) -> Problem | None:

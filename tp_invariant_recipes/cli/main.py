@@ -5,7 +5,6 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,7 +101,8 @@ def _mistake(error: Exception) -> str | None:
         return too_many_files()
     match error:
         case ModuleNotFoundError() if (missing := needed.missing(error)) is not None:
-            return needed.message(_command(sys.argv[1:]), [missing])
+            named = [*itertools.takewhile(lambda word: word[0:1] != "-", sys.argv[1:])][:2]
+            return needed.message(" ".join(["tpi", *named[: 2 if named[:1] == ["data"] else 1]]), [missing])
         case OSError(filename=path) if path is not None and error.errno in OF_A_PATH:
             return f"cannot use {path}: {error.strerror}"
         case RuntimeError() if str(error).startswith(OF_PATHLIB):
@@ -115,12 +115,6 @@ OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 
 # How the messages of Path.resolve() and Path.expanduser() begin.
 OF_PATHLIB = ("Symlink loop", "Could not determine home directory")
-
-
-def _command(words: Sequence[str]) -> str:
-    """Return the command that these words call, such as "tpi data prepare"."""
-    named = [*itertools.takewhile(lambda word: word[0:1] != "-", words)][:2]
-    return " ".join(["tpi", *named[: 2 if named[:1] == ["data"] else 1]])
 
 
 # Options of Hydra that people try -> the command to use instead.

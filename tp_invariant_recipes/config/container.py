@@ -98,7 +98,10 @@ def build(config: RunConfig) -> ConfigContainer:
         raise ConfigError(listed(problems))
     from megatron.bridge.training.config import ConfigContainer
 
-    _null_tokenizer(converted["tokenizer"])
+    tokenizer = converted["tokenizer"]  # the size of a NullTokenizer counts the end-of-document id, its last one
+    includes_eod = tokenizer.pop("vocab_includes_eod")
+    if tokenizer["tokenizer_type"] == "NullTokenizer" and not includes_eod:
+        tokenizer["vocab_size"] += 1
     _layers(config, converted["model"])
     parts = {
         name: schema.section_class(name, config.sections)(**values)
@@ -155,7 +158,10 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
             runtime_config_update(container)
         except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
             message = shortened(str(error)) or repr(error)
-            message += _keys(container, message)
+            words = set(re.findall(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+", message))
+            parts = {name: part for name in schema.BRIDGE_SECTIONS if (part := getattr(container, name)) is not None}
+            keys = {word: name for name, part in reversed(parts.items()) for word in words if hasattr(part, word)}
+            message += f" (keys: {', '.join(f'{keys[word]}.{word}' for word in sorted(keys))})" if keys else ""
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {message}") from error
     now = _plain_values(container, before)
     replaced = [path for path, value in before.items() if not _stays(path, value, now.get(path, value))]
@@ -166,14 +172,6 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
 def _stays(path: str, value: str, new: str) -> bool:
     """Whether Bridge keeps a typed value. It appends layers ahead to a hybrid model's, behind a slash."""
     return new == value or (path == "model.hybrid_layer_pattern" and new.partition("/")[0] == value)
-
-
-def _keys(container: ConfigContainer, message: str) -> str:
-    """Return the keys whose fields Bridge's message names, for its end."""
-    words = set(re.findall(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+", message))
-    parts = {name: part for name in schema.BRIDGE_SECTIONS if (part := getattr(container, name)) is not None}
-    keys = {word: name for name, part in reversed(parts.items()) for word in words if hasattr(part, word)}
-    return f" (keys: {', '.join(f'{keys[word]}.{word}' for word in sorted(keys))})" if keys else ""
 
 
 def _plain_values(container: ConfigContainer, paths: Iterable[str]) -> dict[str, str]:
@@ -266,10 +264,3 @@ def _packed(parts: dict[str, Any], config: RunConfig) -> None:
         specs.packed_metadata_path = folder / "packing.json"
     if specs is not None and not config.section("validation").get("eval_iters"):
         parts["dataset"].do_validation = False  # Bridge would pack a file that nobody needs
-
-
-def _null_tokenizer(tokenizer: dict[str, Any]) -> None:
-    """Give Megatron-Core's NullTokenizer the size that counts the end-of-document id, its last one."""
-    includes_eod = tokenizer.pop("vocab_includes_eod")
-    if tokenizer["tokenizer_type"] == "NullTokenizer" and not includes_eod:
-        tokenizer["vocab_size"] += 1

@@ -33,7 +33,12 @@ def sound_overrides(model: str, overrides: Sequence[Override], problems: list[st
     groups = conf_files.groups()
     problems += lines(problem for override in overrides for problem in _decided_by_recipe(override, model))
     sound = []
-    for override in _joined(overrides, problems):
+    single = list(overrides)
+    for key, value in itertools.pairwise(overrides):
+        if key.wrong and "=" not in key.text + value.text and (names := schema.keys_of(key.text)):
+            problems.append(f"{key.text} {value.text}: write {names[0].partition('=')[0]}={value.text}")
+            single = [override for override in single if override is not key and override is not value]
+    for override in single:
         wrong = lines(replace(problem, rule="wrong_word") for problem in _wrong(override, groups))
         problems += wrong
         if not wrong:
@@ -131,16 +136,6 @@ def _lost_precision(tree: Mapping[str, Any], overrides: Sequence[Override]) -> d
     why = f"mixed_precision={name} is a preset; setting one field discards it"
     typed = [override for override in overrides if override.path.startswith("mixed_precision.")]
     return {override.path: Problem(override.text, why, hint, rule="lost_precision") for override in typed}
-
-
-def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override]:
-    """Return the overrides without pairs of words such as `tp 2`, which are added to `problems`."""
-    single = list(overrides)
-    for key, value in itertools.pairwise(overrides):
-        if key.wrong and "=" not in key.text + value.text and (names := schema.keys_of(key.text)):
-            problems.append(f"{key.text} {value.text}: write {names[0].partition('=')[0]}={value.text}")
-            single = [override for override in single if override is not key and override is not value]
-    return single
 
 
 def _wrong(override: Override, groups: Groups) -> Iterator[Problem]:

@@ -120,7 +120,12 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
     job = AttemptJob(node.job, node.restart, node.names)
     try:
         planned = task.plan()
-        _check_node_count(planned, node)
+        allocated = run_config.allocation_of(planned.config)
+        if allocated.nodes != node.count:
+            raise ConfigError(
+                f"this run takes {allocated}, and srun started it on "
+                f"{node.count}: srun --nodes={allocated.nodes}, or change cluster.ranks_per_node or the layout"
+            )
     except TpiError as error:
         with suppress(TpiError):  # where there is no run directory yet, the reason is in the job's log only
             attempts.refused(run_dir, str(error), job)
@@ -285,15 +290,6 @@ def _differences(first_node: Agreed, this_node: Agreed, node: NodeInfo) -> list[
 
 
 # All nodes
-
-
-def _check_node_count(planned: Plan, node: NodeInfo) -> None:
-    allocated = run_config.allocation_of(planned.config)
-    if allocated.nodes != node.count:
-        raise ConfigError(
-            f"this run takes {allocated}, and srun started it on "
-            f"{node.count}: srun --nodes={allocated.nodes}, or change cluster.ranks_per_node or the layout"
-        )
 
 
 def _run_ranks(

@@ -26,7 +26,9 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
     cluster = config.cluster
     if not cluster.container:
         return []
-    paths = [*needed, *_recipe_folders(config)]
+    file = Path((config.recipe.name or "").rpartition(":")[0])
+    folders = [file.parent] if file.is_absolute() else []
+    paths = [*needed, *(folders + ([Path(config.recipe.hf_folder)] if config.recipe.hf_folder else []))]
     mounts = [*cluster.mounts, *(f"{path}:{path}" for path in paths)]
     if cluster.container_runtime == "apptainer":
         gpus = ["--nv"] if config.device.kind == "gpu" else []
@@ -35,13 +37,6 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
     lists = {"mounts": mounts, "env": cluster.forward}  # env: the image's own values would win otherwise
     options = [f"--container-{name}={','.join(values)}" for name, values in lists.items() if values]
     return [f"--container-image={cluster.container}", *options]
-
-
-def _recipe_folders(config: RunConfig) -> list[Path]:
-    """Return the folder of a recipe's file, which may import files beside it, and recipe.hf_folder."""
-    file = Path((config.recipe.name or "").rpartition(":")[0])
-    folders = [file.parent] if file.is_absolute() else []
-    return folders + ([Path(config.recipe.hf_folder)] if config.recipe.hf_folder else [])
 
 
 def tpi(config: RunConfig) -> list[str]:

@@ -35,7 +35,13 @@ class InvariantPlugin(nemo_run.Plugin):
     def setup(self, task: Any, executor: Any) -> None:
         """Change the task and the variables of its executor. Raises ConfigError listing all that it cannot cover."""
         variables = wrapped.variables(self.ledger, self.virtual_shards)
-        refuse([*_problems(task), *_contradicting(variables, task, executor)])
+        problems = []
+        for where, given in (("the executor", executor.env_vars), ("the task", getattr(task, "env", None) or {})):
+            wrong = [name for name, value in variables.items() if given.get(name, value) != value]
+            problems += [
+                f"{where} sets {name}={given[name]}, and the plugin {name}={variables[name]}" for name in wrong
+            ]
+        refuse([*_problems(task), *problems])
         executor.env_vars.update(variables)
         if isinstance(task, nemo_run.Script):
             task.args = [*(["-m"] if task.m else []), task.path, *task.args]
@@ -58,12 +64,3 @@ def _problems(task: Any) -> list[str]:
         return []
     name = getattr(function, "__qualname__", type(task).__name__)
     return [f"{name} is not Bridge's pretrain(), and what it calls is not seen: give the task {'.'.join(BRIDGES)}"]
-
-
-def _contradicting(variables: dict[str, str], task: Any, executor: Any) -> list[str]:
-    """Variables that the task or its executor sets to something else."""
-    problems = []
-    for where, given in (("the executor", executor.env_vars), ("the task", getattr(task, "env", None) or {})):
-        wrong = [name for name, value in variables.items() if given.get(name, value) != value]
-        problems += [f"{where} sets {name}={given[name]}, and the plugin {name}={variables[name]}" for name in wrong]
-    return problems

@@ -217,7 +217,11 @@ def distance(report: Report) -> Drawing | None:
             axes = figure.add_subplot(grid[0, column])
             name = f"{title}: distance from {report.runs[0].letter}"
             _lines(axes, name, "ULP, 0: equal bits", shown[field], numbers)
-            _set_ulp_scale(axes, shown[field])
+            axes.set_yscale("symlog", linthresh=1, linscale=0.4)
+            top = max([2.0, *(float(np.nanmax(line.high)) for line in shown[field] if not np.isnan(line.high).all())])
+            axes.set_ylim(-0.15, top * 3)
+            axes.yaxis.set_major_formatter(FuncFormatter(_power))
+            axes.yaxis.set_minor_locator(NullLocator())
             axes.legend(handles=[_handle(n, report.runs[n]) for n in numbers], loc="best")
 
     return Drawing(
@@ -229,14 +233,6 @@ def distance(report: Report) -> Drawing | None:
         _DISTANCES,
         draw,
     )
-
-
-def _set_ulp_scale(axes: Axes, lines: list[Curve]) -> None:
-    axes.set_yscale("symlog", linthresh=1, linscale=0.4)
-    top = max([2.0, *(float(np.nanmax(line.high)) for line in lines if not np.isnan(line.high).all())])
-    axes.set_ylim(-0.15, top * 3)
-    axes.yaxis.set_major_formatter(FuncFormatter(_power))
-    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _distance_in_words(run: Run, points: Sequence[tuple[int, float | None]]) -> str:

@@ -72,12 +72,14 @@ def sections(report: Report) -> tuple[Section, ...]:
 
 def page(report: Report, parts: tuple[Section, ...], progress: Progress | None = None) -> str:
     """Return the HTML. parts: the result of `sections`. progress: told (figures drawn, figures in all)."""
+    each = [run.facts for run in report.runs]
+    names = dict.fromkeys(name for facts in each for name in facts)
     return html(
         "page.html.j2",
         title=headline(report),
         verdicts=_boxes(report),
         runs=[run.label for run in report.runs],
-        facts=_facts(report),
+        facts=[{"field": name, "cells": [facts.get(name, "") for facts in each]} for name in names],
         headers=_headers(report),
         sections=list(_rendered(parts, progress)),
         version=__version__,
@@ -113,13 +115,6 @@ def _boxes(report: Report) -> list[dict[str, Any]]:
         style = comparison.verdict.value.replace(" ", "-")
         verdicts_.append({"style": style, "run": run.label, "line": verdict_line(comparison), "remarks": sentences})
     return [*answers, *verdicts_]
-
-
-def _facts(report: Report) -> list[dict[str, Any]]:
-    """Return the facts of all runs side by side, as rows of the table of runs."""
-    each = [run.facts for run in report.runs]
-    names = dict.fromkeys(name for facts in each for name in facts)
-    return [{"field": name, "cells": [facts.get(name, "") for facts in each]} for name in names]
 
 
 def _headers(report: Report) -> dict[str, list[dict[str, Any]]]:

@@ -184,7 +184,9 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
     kept: list[str] = []
     layer = _own(model, container, kept)
     untouched |= copy.deepcopy(layer)
-    _drop_fields_tpi_sets(layer)
+    for path in TPI_FIELDS:
+        section, _, name = path.partition(".")
+        layer.get(section, {}).pop(name, None)
     _apply_followers(layer)
     _tokenizer(layer, hf_folder, text_data=text_data)
     if text_data:  # of a split without documents Megatron looks for samples for ever
@@ -227,7 +229,10 @@ def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, A
     layer["model"][schema.PROVIDER] = f"{type(container.model).__module__}.{type(container.model).__qualname__}"
     if type(container.dataset) is schema.bridge_class(schema.SFT_DATASET):
         layer["dataset"][schema.PROVIDER] = schema.SFT_DATASET
-    if not _stock_override_provider(container):
+    from megatron.bridge.training.config import OptimizerConfigOverrideProvider as Stock
+
+    given = container.optimizer_config_override_provider
+    if not (type(given) is Stock and vars(given) == vars(Stock())):
         kept.append("optimizer_config_override_provider")
     layer["mixed_precision"] = recipe_fields.precision(container.mixed_precision)
     return layer
@@ -330,19 +335,6 @@ def _tpi_builds(part: Any, spec: Any) -> bool:
 
     plain = not spec.args and spec.keywords.keys() <= {"use_transformer_engine"}
     return spec.func is get_gpt_decoder_block_spec and plain
-
-
-def _stock_override_provider(container: ConfigContainer) -> bool:
-    from megatron.bridge.training.config import OptimizerConfigOverrideProvider as Stock
-
-    given = container.optimizer_config_override_provider
-    return type(given) is Stock and vars(given) == vars(Stock())
-
-
-def _drop_fields_tpi_sets(layer: dict[str, Any]) -> None:
-    for path in TPI_FIELDS:
-        section, _, name = path.partition(".")
-        layer.get(section, {}).pop(name, None)
 
 
 def _apply_followers(layer: dict[str, Any]) -> None:

@@ -159,8 +159,16 @@ def borders(config: RunConfig) -> list[Problem]:
         return []
     unit, of_tokens = UNITS[layers.recipe]
     sums = summed(config.shape, blocks=layers.recipe != "tensorwise")
-    sides = _uneven({**_not_divided(config), **sums}, unit, layers.recipe)
-    return [*(sides or _cut(config, sums, layers.recipe)), *_tokens(config, of_tokens)]
+    sides = [
+        Problem("", f"{name} is {size}: {_why(layers.recipe)}", f"the next is {_next(size, unit)}")
+        for name, size in {**_not_divided(config), **sums}.items()
+        if size % unit
+    ]
+    contexts, length = config.numerics.context_shards or config.layout.cp, config.shape.sequence
+    each = f" in each of {contexts} context shards" if contexts > 1 else ""
+    text = f"weight gradients in FP8 add {of_tokens} tokens at a time{each}"
+    problem = Problem(f"seq={length}", text, f"the next is seq={_next(length, of_tokens * contexts)}")
+    return [*(sides or _cut(config, sums, layers.recipe)), *([problem] if length % (of_tokens * contexts) else [])]
 
 
 def _not_divided(config: RunConfig) -> dict[str, int]:
@@ -180,14 +188,6 @@ def _why(recipe: str) -> str:
     }.get(recipe, f"FP8 matrices have sides in steps of {unit}")
 
 
-def _uneven(sides: dict[str, int], unit: int, recipe: str) -> list[Problem]:
-    return [
-        Problem("", f"{name} is {size}: {_why(recipe)}", f"the next is {_next(size, unit)}")
-        for name, size in sides.items()
-        if size % unit
-    ]
-
-
 def _cut(config: RunConfig, sums: dict[str, int], recipe: str) -> list[Problem]:
     """Return the problem of sums whose shards end between two multiples."""
     unit, shards = UNITS[recipe][0], config.numerics.virtual_shards or 1
@@ -200,15 +200,6 @@ def _cut(config: RunConfig, sums: dict[str, int], recipe: str) -> list[Problem]:
     solve = f"the largest that fits is numerics.virtual_shards={fits}"
     text = f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {_why(recipe)} ({cut})"
     return [Problem("", text, "precision=fp8_tensorwise" if tensorwise_helps else solve)]
-
-
-def _tokens(config: RunConfig, multiple: int) -> list[Problem]:
-    """Return the problem of a sequence that ends, in a context shard, between two multiples."""
-    contexts, length = config.numerics.context_shards or config.layout.cp, config.shape.sequence
-    each = f" in each of {contexts} context shards" if contexts > 1 else ""
-    text = f"weight gradients in FP8 add {multiple} tokens at a time{each}"
-    problem = Problem(f"seq={length}", text, f"the next is seq={_next(length, multiple * contexts)}")
-    return [problem] if length % (multiple * contexts) else []
 
 
 def _next(size: int, multiple: int) -> int:
