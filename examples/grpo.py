@@ -153,7 +153,7 @@ def main(words: list[str]) -> None:
     from tp_invariant_recipes.config.overrides import latest, parse_all
     from tp_invariant_recipes.features.train import workflow
     from tp_invariant_recipes.launch.local import Outcome
-    from tp_invariant_recipes.launch.request import RunRequest
+    from tp_invariant_recipes.launch.record import RunRequest
 
     request = RunRequest("qwen3_toy", tuple(latest(parse_all([*DEFAULTS, *words]))))
     planned = request.plan(request.composed())

@@ -28,7 +28,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TypeVar, overload
 
-from tp_invariant_recipes.plural import few
+from tp_invariant_recipes.text import few
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

@@ -13,11 +13,11 @@ from tests.source_trees import nodes
 from tests.unit.compare.ledgers import HEADER, PARAMETERS, record, trace
 from tests.unit.jobs.conftest import _state, slurm, submitted  # noqa: F401 -- fixtures
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.foreign_text import LONGEST, shortened, single_line, visible
 from tp_invariant_recipes.jobs import script
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.ledger.record import LedgerWriter
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.text import LONGEST, shortened, single_line, visible
 
 DIGEST = "0" * 32
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\x7f"
@@ -191,7 +191,7 @@ SLURM = ("account", "partition", "qos", "options", "setup")
 
 
 def test_commands_print_through_one_module():
-    """machine/terminal.py, which makes text visible; logs write to its stream what jobs/logs.py has made visible."""
+    """machine/terminal.py, which makes text visible; logs write to its stream what jobs/states.py has made visible."""
     results = {file: other_prints(inner) for file, inner in nodes().items() if file.parts[0] == "cli"}
     assert {file: calls for file, calls in results.items() if calls} == {}
     another = ast.walk(ast.parse("print(1)\ntyper.echo(2)\nConsole().print(3)"))

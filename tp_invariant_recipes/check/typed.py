@@ -7,7 +7,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields.catalogue import field_at
-from tp_invariant_recipes.fields.ranges import COUNT, NOT_NEGATIVE, SEED, SIGNED, Range
+from tp_invariant_recipes.fields.field import COUNT, NOT_NEGATIVE, SEED, SIGNED, Range
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.run_config import RunConfig

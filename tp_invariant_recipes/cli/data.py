@@ -7,7 +7,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import Json, help_text, option
 from tp_invariant_recipes.machine import progress, terminal
-from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.text import counted
 
 data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
 

@@ -11,29 +11,14 @@ from typing import Any, NoReturn
 import typer
 
 from tp_invariant_recipes import __version__
-from tp_invariant_recipes.cli import (
-    bench,
-    certify,
-    data,
-    doctor,
-    export,
-    generate,
-    jobs,
-    models,
-    report,
-    runs,
-    show,
-    submit,
-    train,
-)
+from tp_invariant_recipes.cli import audit, checks, data, inference, ledgers, runs, show, submit, train, verify
 from tp_invariant_recipes.cli.arguments import help_text, with_config
-from tp_invariant_recipes.cli.verdicts import audit, bisect, check, compare, conformance, score, verify
 from tp_invariant_recipes.errors import Interrupted, TpiError, reason
 from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, errno_of, shortage, too_many_files
-from tp_invariant_recipes.foreign_text import single_line, visible
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings.secrets import redacted
 from tp_invariant_recipes.start import cache, needed
+from tp_invariant_recipes.text import single_line, visible
 
 app = typer.Typer(
     name="tpi",
@@ -45,12 +30,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 COMMANDS = (
-    ("train", train.train), ("compare", compare.compare), ("verify", verify.verify), ("certify", certify.certify),
-    ("check", check.check), ("export", export.export), ("score", score.score), ("generate", generate.generate),
-    ("report", report.report), ("runs", runs.runs), ("bisect", bisect.bisect), ("bench", bench.bench),
-    ("audit", audit.audit), ("submit", submit.submit), ("jobs", jobs.jobs), ("logs", jobs.logs), ("wait", jobs.wait),
-    ("cancel", jobs.cancel), ("show", show.show), ("models", models.models), ("doctor", doctor.doctor),
-    ("conformance", conformance.conformance),
+    ("train", train.train), ("compare", ledgers.compare), ("verify", verify.verify), ("certify", ledgers.certify),
+    ("check", checks.check), ("export", inference.export), ("score", inference.score), ("generate", inference.generate),
+    ("report", ledgers.report), ("runs", runs.runs), ("bisect", ledgers.bisect), ("bench", verify.bench),
+    ("audit", audit.audit), ("submit", submit.submit), ("jobs", runs.jobs), ("logs", runs.logs), ("wait", runs.wait),
+    ("cancel", runs.cancel), ("show", show.show), ("models", show.models), ("doctor", checks.doctor),
+    ("conformance", checks.conformance),
 )  # fmt: skip
 for _name, _function in COMMANDS:
     app.command(_name, help=help_text(_function))(with_config(_function))

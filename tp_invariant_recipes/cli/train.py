@@ -22,7 +22,7 @@ from tp_invariant_recipes.cli.arguments import (
     with_model,
     with_option,
 )
-from tp_invariant_recipes.cli.output.verdict import finish
+from tp_invariant_recipes.cli.output import finish
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.config.overrides import Override
     from tp_invariant_recipes.features.train.result import TrainResult
     from tp_invariant_recipes.launch.plan import Plan
-    from tp_invariant_recipes.launch.request import RunRequest
+    from tp_invariant_recipes.launch.record import RunRequest
 
 
 def train(
@@ -90,7 +90,7 @@ def train(
     inside an allocation (salloc); tpi submit makes a job of its own.
     """
     from tp_invariant_recipes.config.overrides import parse_all
-    from tp_invariant_recipes.launch.request import RunRequest
+    from tp_invariant_recipes.launch.record import RunRequest
 
     arguments = list(overrides or [])
     if resume is not None:

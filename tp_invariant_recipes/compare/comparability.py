@@ -11,7 +11,7 @@ from tp_invariant_recipes.ledger.digests import in_order
 from tp_invariant_recipes.ledger.layouts import Span, spans, spans_in_words
 from tp_invariant_recipes.ledger.schema import CAPABILITY, COPIES, Header, StepRecord
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.plural import few
+from tp_invariant_recipes.text import few
 
 _NAMED = 5  # tensors in one message
 _KINDS = ("masters", "weights", "moments")

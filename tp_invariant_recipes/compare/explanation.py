@@ -20,7 +20,7 @@ from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EVALUATED, StepRecord
-from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.text import counted
 
 _NORMS = (saved_names.ATTENTION, saved_names.DENSE, saved_names.LATENT_ATTENTION, saved_names.DELTA_NET)
 # A module's name -> the different name of its parameters in checkpoints: norms, and a tied output layer, which has the

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.compare.compare import Comparison
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.text import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.ledger.dumps import Distance

@@ -20,11 +20,11 @@ from tp_invariant_recipes.compare.text import (
     remarks,
     verdict_line,
 )
-from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.ledger.bits import described
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import HeaderDifference
 from tp_invariant_recipes.result import Result
+from tp_invariant_recipes.text import single_line
 
 REPORT_SCHEMA = 2
 

@@ -14,7 +14,7 @@ from tp_invariant_recipes.ledger.layouts import changes, spans_in_words
 from tp_invariant_recipes.ledger.reader import same_file
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
 from tp_invariant_recipes.numerics.mode import STOCK
-from tp_invariant_recipes.plural import counted, few
+from tp_invariant_recipes.text import counted, few
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields

@@ -18,13 +18,13 @@ from tp_invariant_recipes.check.invariant import model as model_rules
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, listed, refuse
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.field import as_text
-from tp_invariant_recipes.foreign_text import shortened
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings import delta_net, environment, finetuning, low_precision, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
+from tp_invariant_recipes.text import shortened
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer

@@ -10,9 +10,9 @@ from typing import Any
 
 from tp_invariant_recipes.data.tokenizer import FOLDER, identify, open_tokenizer
 from tp_invariant_recipes.errors import ConfigError, DataError, listed, reason
-from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.reading import MIB, parse_object, read_limited, read_lines
 from tp_invariant_recipes.settings.finetuning import TRAINING, VALIDATION
+from tp_invariant_recipes.text import few
 
 # Problems that a message lists; a file that is no JSONL has one a line.
 SHOWN = 5

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from tp_invariant_recipes.data.tokenizer import BYTE, FOLDER, identify, open_tokenizer
 from tp_invariant_recipes.errors import DataError, reason
 from tp_invariant_recipes.files import sync_folder, write_atomically
-from tp_invariant_recipes.plural import counted, few
 from tp_invariant_recipes.reading import (
     MIB,
     Count,
@@ -30,6 +29,7 @@ from tp_invariant_recipes.reading import (
     parse_object,
     read_limited,
 )
+from tp_invariant_recipes.text import counted, few
 
 if TYPE_CHECKING:
     import numpy as np

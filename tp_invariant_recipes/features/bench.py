@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.config import graph_choice, reserved
+from tp_invariant_recipes.config import graph_choice
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
+from tp_invariant_recipes.config.overrides import RESERVED, Override, check_reserved, given, parse, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, refuse
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.launch import plan
@@ -23,11 +23,11 @@ from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.mode import MODES as INVARIANT_MODES
 from tp_invariant_recipes.numerics.mode import STOCK
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
+from tp_invariant_recipes.text import counted
 
 _SUFFIXES = {
     "": ("ledger.digests=0",),
@@ -150,7 +150,7 @@ def new(
     how: Planning = TO_TRAIN,
 ) -> Bench:
     """Plan a benchmark; nothing is written. Raises a TpiError that lists the problems of all modes."""
-    problems, sound = reserved.check("bench", parse_all(overrides))
+    problems, sound = check_reserved("bench", parse_all(overrides))
     if not modes or any(mode not in MODES or modes.count(mode) > 1 for mode in modes):
         known = ", ".join(mode for mode in MODES if "+" not in mode)
         problems.append(f"--modes {','.join(modes)}: name modes once each, of {known}, each with +digests, +guard")
@@ -215,7 +215,7 @@ def result(bench: Bench) -> BenchResult:
     return BenchResult(
         directory=str(bench.directory.path),
         model=first.composed.model,
-        overrides=texts(word for word in first.composed.overrides if word.field not in reserved.RESERVED["bench"]),
+        overrides=texts(word for word in first.composed.overrides if word.field not in RESERVED["bench"]),
         device=first.device,
         names=tuple(sorted(names)),
         ranks=first.layout.world,

@@ -14,12 +14,12 @@ from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import NumericsSettings
+from tp_invariant_recipes.text import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers.formats import Format

@@ -6,23 +6,25 @@ from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.errors import Problem
-from tp_invariant_recipes.fields.data import DATASET, PEFT, TOKENIZER
 from tp_invariant_recipes.fields.field import UNKNOWN, BridgeField, BridgeSection, as_text
 from tp_invariant_recipes.fields.model import KNOWN, MODEL, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, REFUSED
 from tp_invariant_recipes.fields.optimizer import DDP, MIXED_PRECISION, OPTIMIZER, SCHEDULER
 from tp_invariant_recipes.fields.training import (
     CHECKPOINT,
     COMM_OVERLAP,
+    DATASET,
     DIST,
     FT,
     INPROCESS_RESTART,
     LOGGER,
     NVRX_STRAGGLER,
+    PEFT,
     PROFILING,
     RERUN_STATE_MACHINE,
     RNG,
     STRAGGLER,
     TENSOR_INSPECT,
+    TOKENIZER,
     TRAIN,
     VALIDATION,
 )

@@ -5,8 +5,22 @@ that nobody has read. A ~ is before fields that are no part of a run's fingerpri
 how a model is cut, which code computes it and when, or where something lies.
 """
 
-from tp_invariant_recipes.fields.field import ANY, NONE, NULL, ON, UNKNOWN, only, row, section
-from tp_invariant_recipes.fields.ranges import BELOW_1, COUNT, PART, POSITIVE, SHARE, SIGNED
+from tp_invariant_recipes.fields.field import (
+    ANY,
+    BELOW_1,
+    COUNT,
+    NONE,
+    NULL,
+    ON,
+    PART,
+    POSITIVE,
+    SHARE,
+    SIGNED,
+    UNKNOWN,
+    only,
+    row,
+    section,
+)
 
 _OFF = only(False, None)
 _ROOM = "experts have room for all of their tokens"

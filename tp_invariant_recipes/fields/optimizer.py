@@ -2,21 +2,25 @@
 
 from tp_invariant_recipes.fields.field import (
     ANY,
+    BELOW_1,
     BOOL,
     BYTES,
+    COUNT,
     NONE,
     NULL,
     NUMBER,
     OFF,
     ON,
+    POSITIVE,
     READS,
+    SHARE,
+    SIGNED,
     THRESHOLD,
     UNKNOWN,
     only,
     row,
     section,
 )
-from tp_invariant_recipes.fields.ranges import BELOW_1, COUNT, POSITIVE, SHARE, SIGNED
 
 _ELEMENT = "the optimizer computes every element alone"
 _NORM = "the gradient norm is one number for all ranks"

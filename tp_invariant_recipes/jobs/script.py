@@ -15,7 +15,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.jobs import registry, slurm_client
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.lock import locked, locked_empty
@@ -23,6 +22,7 @@ from tp_invariant_recipes.runs.matrix_dir import Omission
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import Allocation, RunConfig, ranks_per_node
 from tp_invariant_recipes.settings.sections import SlurmSettings
+from tp_invariant_recipes.text import single_line
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH line

@@ -10,9 +10,16 @@ from pathlib import Path
 from tp_invariant_recipes.check.hosts import job as job_rules
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.check.hosts.job import PendingJob
-from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, changed, cluster_files, given, parse, parse_all
+from tp_invariant_recipes.config.overrides import (
+    Override,
+    changed,
+    check_reserved,
+    cluster_files,
+    given,
+    parse,
+    parse_all,
+)
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed, refuse
 from tp_invariant_recipes.features.train.workflow import check as train_check
 from tp_invariant_recipes.features.verify import matrix
@@ -22,7 +29,7 @@ from tp_invariant_recipes.jobs.script import CellStep, JobScript, PlannedSubmiss
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import plan, record, trust
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run, resumes_model
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
@@ -48,7 +55,7 @@ def train(
     after: jobs to wait for, by any name that `registry.find` takes, or by SLURM's ids.
     how:   if dry, make only the script; neither query SLURM nor prepare data.
     """
-    problems, sound = reserved.check("submit", parse_all(overrides))
+    problems, sound = check_reserved("submit", parse_all(overrides))
     RunRequest(model, tuple(sound)).check_new_dir()
     composed = _composed(model, sound, problems, also=None if how.dry else partial(input_problems, here=False))
     _check_fit([composed.config], problems, dry=how.dry)
@@ -77,7 +84,7 @@ def resume(
     """
     where = RunDir(run.expanduser().absolute())
     before = where.read_run(RunFile)
-    problems, sound = reserved.check("submit --resume", parse_all(overrides))
+    problems, sound = check_reserved("submit --resume", parse_all(overrides))
     recorded = overrides_to_repeat(where, before, sound, typed_model=resumes_model(run, model, before))
     composed = _composed(before.model, changed(recorded, sound), problems)
     _check_fit([composed.config], problems, dry=how.dry)
@@ -137,7 +144,7 @@ def several(
 
     directory, against: as for `verify.new`. after, how: as for `train`. Raises as `train` does.
     """
-    problems, sound = reserved.check("submit", parse_all(overrides))
+    problems, sound = check_reserved("submit", parse_all(overrides))
     problems += _array_problems(sound)
     refuse(problems)
     path = choose_for_several(directory, f"verify-{model}").absolute()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.launch import ranks
+from tp_invariant_recipes.launch.hang import size_of
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
-from tp_invariant_recipes.launch.stacks import size_of
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.start import bridge

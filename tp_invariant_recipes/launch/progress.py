@@ -14,9 +14,9 @@ from rich.text import Text
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine.progress import EVERY, PLAIN, Counter
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import checked, parse_json
-from tp_invariant_recipes.start import start_clock
+from tp_invariant_recipes.start import cache
+from tp_invariant_recipes.text import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.launch.local import Watch
@@ -111,7 +111,7 @@ class Lines:
             loss = "skipped" if event.loss is None else f"loss {event.loss:.4f}"
             self.show(event, f"{loss}  {self.tail.tokens_per_second():,.0f} tokens/s")
             if event.start:
-                self.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
+                self.console.print(Text(cache.text(event.start)), soft_wrap=True)
         if self.tail.strange and not self.tail.reported:
             self.tail.reported = True
             self.console.print(Text(self.tail.strange), soft_wrap=True)

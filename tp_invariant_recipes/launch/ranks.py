@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import HardwareFault, RunError
 from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, free_bytes, no_inodes, shortage, too_many_files
-from tp_invariant_recipes.foreign_text import first_line
-from tp_invariant_recipes.launch import stacks
+from tp_invariant_recipes.launch import hang
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.start.cache import CLOCK
 from tp_invariant_recipes.start.forking import can_fork
-from tp_invariant_recipes.start.start_clock import CLOCK
+from tp_invariant_recipes.text import first_line
 from tp_invariant_recipes.training.heartbeat import Heartbeats, Phase
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def run(
         """
         with suppress(PeersHang):
             tick()
-            states = [stacks.state(p.pid) if p.is_alive() else "" for p in processes]
+            states = [hang.state(p.pid) if p.is_alive() else "" for p in processes]
             if not hangs.overdue(states) or any(map(failed, range(len(processes)))):
                 return
         raise hanging(hangs.rank_states(processes, logs), run_dir)

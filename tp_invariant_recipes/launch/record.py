@@ -1,17 +1,93 @@
-"""The files that a run directory gets before the ranks start."""
+"""A command of `tpi train`, which starts or resumes a run, and the files that a run directory gets before the ranks start."""
 
 import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config.overrides import texts
-from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch import trust
-from tp_invariant_recipes.launch.plan import Plan, attempts_so_far
+from tp_invariant_recipes.check.hosts.inputs import input_problems
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import Override, given, texts
+from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.launch import plan, resume, trust
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, attempts_so_far
 from tp_invariant_recipes.ledger.run_files import AttemptJob, RunFile
 from tp_invariant_recipes.machine.versions import versions
 from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.runs.run_dir import RunDir, check_free
 from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.settings.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A model to train, or a run to resume. Compose it once, then call `plan`.
+
+    continues: resume the run in run.dir if there is one.
+    """
+
+    model: str | None
+    overrides: tuple[Override, ...]
+    resume: Path | None = None
+    continues: bool = False
+
+    @property
+    def launcher(self) -> str:
+        """What starts the ranks: as typed, not yet checked."""
+        requested = given(self.overrides, "launcher.kind")
+        return requested.value if requested else "local"
+
+    def composed(self, device: str | None = None) -> Composed:
+        """Return the configuration alone. Raises ConfigError; RunError where there is no run to resume.
+
+        device: where neither the overrides nor the run to resume name one; None: this machine's.
+        """
+        if self.resume is not None:
+            self._check_run_dir(self.resume)
+            return resume.compose_resumed(self.resume, self.model, self.overrides)
+        if self.model is None:
+            raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
+        # Other machines may have other files, and a run that goes on has read its weights.
+        files = input_problems if self.launcher == "local" and not self._goes_on() else None
+        composed = compose(self.model, self.overrides, device=device or plan.detect_device(), also=files)
+        return resume.with_recorded_numerics(composed) if self.continues else composed
+
+    def check_new_dir(self) -> None:
+        """Before anything is imported. Raises RunError: a new run cannot be written to run.dir."""
+        where = self._requested_dir()
+        if where and not self.resume and not self._goes_on():
+            check_free(where)
+
+    def _requested_dir(self) -> str | None:
+        """run.dir as typed, not yet checked."""
+        requested = given(self.overrides, "run.dir")
+        return str(requested.data) if requested and requested.single and requested.data else None
+
+    def _goes_on(self) -> bool:
+        """Whether --continue finds a run in run.dir."""
+        where = self._requested_dir()
+        return self.continues and where is not None and RunDir(Path(where).expanduser()).run.exists()
+
+    def _check_run_dir(self, run: Path) -> None:
+        """Raise ConfigError where run.dir names another directory than the run's own."""
+        requested = given(self.overrides, "run.dir")
+        where = requested and requested.data
+        if requested and (where is None or Path(str(where)).expanduser().resolve() != run.resolve()):
+            raise ConfigError(f"--resume {run} goes on in {run}: leave out {requested.text}")
+
+    def plan(self, composed: Composed, how: Planning = TO_TRAIN, *, start: int | None = None) -> Plan:
+        """Plan the run. Raises a TpiError. start: the step after which another machine has planned to start it."""
+        if self.resume is not None:
+            return resume.resume_run(self.resume, composed, how, start=start)
+        if self.continues or start is not None:
+            return resume.resume_or_start(composed, how, start=start)
+        return plan.new(composed, how)
+
+    def words(self) -> list[str]:
+        """Return the arguments of `tpi train` for this request."""
+        resumed = [] if self.resume is None else ["--resume", str(self.resume.absolute())]
+        model = [] if self.model is None else [self.model]
+        return [*model, *texts(self.overrides), *resumed, *(["--continue"] if self.continues else [])]
 
 
 def check_current(plan: Plan) -> None:

@@ -21,8 +21,8 @@ from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.ledger import run_files, stream
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
 from tp_invariant_recipes.ledger.schema import DIGESTED, canonical
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import MIB, Record, checked, parse_object, parse_yaml
+from tp_invariant_recipes.text import counted
 
 SCHEMA = 1
 KIND = "tpi-certificate"

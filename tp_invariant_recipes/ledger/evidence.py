@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import MIB, Count, Listed, Record, checked, parse_json, read_limited
+from tp_invariant_recipes.text import counted
 
 SUFFIX = ".evidence"
 LARGEST = 4096 * MIB

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from tp_invariant_recipes.foreign_text import single_line
+from tp_invariant_recipes.text import single_line
 
 PATIENCE = 2.0  # seconds before a count is shown
 LEAST = 2.0  # seconds left that are worth a word

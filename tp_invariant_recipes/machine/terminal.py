@@ -18,7 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from tp_invariant_recipes.foreign_text import visible
+from tp_invariant_recipes.text import visible
 
 PIPED = 10_000  # characters of a line of a table that no terminal shows
 

@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, refuse
 from tp_invariant_recipes.launch.plan import Plan, for_nodes
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.lock import locked

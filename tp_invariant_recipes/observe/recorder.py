@@ -28,8 +28,8 @@ from tp_invariant_recipes.observe.trace import Tracing
 from tp_invariant_recipes.runs.checkpoints import iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
-from tp_invariant_recipes.start.start_clock import CLOCK
-from tp_invariant_recipes.start.start_clock import text as start_text
+from tp_invariant_recipes.start.cache import CLOCK
+from tp_invariant_recipes.start.cache import text as start_text
 
 LOSS = "lm loss"  # Bridge's name for the language-model loss
 

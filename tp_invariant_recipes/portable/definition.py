@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.portable import conformance
+from tp_invariant_recipes.text import few
 
 
 def ampere(a: Tensor, b: Tensor) -> Tensor:

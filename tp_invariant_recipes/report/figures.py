@@ -18,8 +18,8 @@ from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, MaxNLocat
 from tp_invariant_recipes.ledger.bits import bits_float, ulp_distance
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import ProgressLine
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report.runs import Report, Run
+from tp_invariant_recipes.text import counted
 
 # name -> (value on a light screen, value on a dark screen). The lines' colours follow Okabe and Ito.
 COLOURS = {

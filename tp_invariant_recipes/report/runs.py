@@ -11,14 +11,13 @@ import numpy as np
 
 from tp_invariant_recipes.compare.compare import Comparison, compare_all
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
 from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, ProgressLine
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, parse_object, read_limited
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.text import counted, single_line
 
 BISECT = "bisect.json"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

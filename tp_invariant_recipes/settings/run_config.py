@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS, OwnSections
+from tp_invariant_recipes.text import counted
 
 
 @dataclass(frozen=True)

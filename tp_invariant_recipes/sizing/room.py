@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine import memory as host
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.settings import expert_groups, muon
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import activations, memory
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
+from tp_invariant_recipes.text import counted
 
 # A run is refused only if it needs more even where all that the estimate does not count exactly is this part too high.
 # It is on the safe side: docs/memory.md says how far above measured peaks.

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.settings.values import value_text
 from tp_invariant_recipes.sources.hf_families import FAMILIES, NAMES, PLAIN, WHOLE
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
 from tp_invariant_recipes.sources.weights import SHOWN, Checkpoint
 from tp_invariant_recipes.start import lazy_imports
+from tp_invariant_recipes.text import few
 
 # Fields of transformers' classes that no training reads, or that others here compare.
 INERT = {

@@ -19,7 +19,7 @@ from typing import Any
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.start import cache, lazy_imports
-from tp_invariant_recipes.start.start_clock import CLOCK, IMPORTS
+from tp_invariant_recipes.start.cache import CLOCK, IMPORTS
 
 VERBOSE = "TPI_VERBOSE"  # environment variable: set to 1 by -v, and inherited by ranks
 

@@ -18,9 +18,9 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.spec import FP8_PREFIX, SUBSTITUTES
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
-from tp_invariant_recipes.plural import few
-from tp_invariant_recipes.sources import auto_bridge
+from tp_invariant_recipes.sources import weights
 from tp_invariant_recipes.sources.weights import WIDER_THAN_BF16, read
+from tp_invariant_recipes.text import few
 
 SHOWN = 5  # parameters that one message names
 
@@ -41,7 +41,7 @@ class ImportedWeights(Callback):
         for parameter in parameters:
             dtype = torch.float32 if wider and parameter.is_floating_point() else parameter.dtype
             parameter.data = torch.full_like(parameter, torch.nan, dtype=dtype)
-        of_folder = auto_bridge.from_folder(self.folder)
+        of_folder = weights.from_folder(self.folder)
         with _our_layers_known():
             of_folder.load_hf_weights(model_chunks)
         self._check(model_chunks)

@@ -28,7 +28,7 @@ from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
 from tp_invariant_recipes.start import forking
-from tp_invariant_recipes.start.start_clock import CLOCK, count_kernels
+from tp_invariant_recipes.start.cache import CLOCK, count_kernels
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 

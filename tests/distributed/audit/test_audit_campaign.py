@@ -15,7 +15,7 @@ from tp_invariant_recipes.features.audit import campaign, options, workflow
 from tp_invariant_recipes.features.audit.cells import Cells
 from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, ShrunkFault, Trial
 from tp_invariant_recipes.patches import faults
-from tp_invariant_recipes.runs.audit_dir import AuditedRun
+from tp_invariant_recipes.runs.matrix_dir import AuditedRun
 
 pytestmark = pytest.mark.usefixtures("bridge", "here")
 

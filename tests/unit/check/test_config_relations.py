@@ -13,7 +13,7 @@ from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data.text import PreparedData
 from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.launch import plan
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 
 
 def test_all_are_listed_at_once():

@@ -12,7 +12,7 @@ from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data.text import prepare, read_index
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 
 # Overrides of `tpi train qwen3_toy`, and every problem of them.
 WRONG = (

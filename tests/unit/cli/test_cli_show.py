@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tp_invariant_recipes.cli.doctor import GPU_NEEDS, NEEDED
+from tp_invariant_recipes.cli.checks import GPU_NEEDS, NEEDED
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.machine import gpus, versions

@@ -28,7 +28,7 @@ def test_where_a_run_cannot_be_written_nothing_is_composed(cli, empty_here, monk
     """A recipe would be imported for that, and Megatron-Bridge with it."""
     (empty_here / "taken").mkdir()
     (empty_here / "taken" / "file").touch()
-    monkeypatch.setattr("tp_invariant_recipes.launch.request.compose", None)
+    monkeypatch.setattr("tp_invariant_recipes.launch.record.compose", None)
     ended = cli("train", "recipe=mine.py:small", "run.dir=taken", *options)
     assert ended.status == 2
     assert ended.err == "error: run.dir=taken is not empty: continue it (--resume taken) or choose another run.dir\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from tp_invariant_recipes.cli.verdicts.compare import compare as compare_command
+from tp_invariant_recipes.cli.ledgers import compare as compare_command
 from tp_invariant_recipes.ledger.digests import Parameter, Traced, tensor_digest
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, StepRecord

@@ -154,7 +154,7 @@ def test_json_of_an_unreadable_ledger(five_runs):
 
 
 def test_ledgers_are_compared_matrices_judged_and_dumps_read_without_torch_or_megatron():
-    compare, package = "tp_invariant_recipes.cli.verdicts.compare", "tp_invariant_recipes"
+    compare, package = "tp_invariant_recipes.cli.ledgers", "tp_invariant_recipes"
     script = (
         f"import sys, {compare}; print({{'torch', 'megatron', 'numpy'}} & sys.modules.keys());"
         f"import {package}.features.verify.verdict, {package}.ledger.dumps;"

@@ -7,7 +7,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.jobs import slurm_client, submit
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.multinode import allocation_run
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")

@@ -9,7 +9,7 @@ from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import TpiError
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 
 SECRET = "hunter2-b0a1"
 FILE = "secret.txt"

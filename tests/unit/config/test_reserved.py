@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.config import reserved
+from tp_invariant_recipes.config import overrides
 from tp_invariant_recipes.config.overrides import DECIDED_BY, parse
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
@@ -35,16 +35,16 @@ def spellings(field: str) -> list[str]:
 
 def test_every_command_has_its_arguments():
     """But one, which needs a run: tests/distributed/runs/test_submit.py."""
-    assert COMMANDS.keys() == reserved.RESERVED.keys() - {"submit --resume"}
+    assert COMMANDS.keys() == overrides.RESERVED.keys() - {"submit --resume"}
     assert {command: len(fields.split()) for command, fields in FIELDS.items()} == {
-        command: len(rules) for command, rules in reserved.RESERVED.items()
+        command: len(rules) for command, rules in overrides.RESERVED.items()
     }
 
 
 @pytest.mark.parametrize("command, field", ROWS, ids=[" ".join(row) for row in ROWS])
 def test_a_reserved_key_is_refused_in_every_spelling(command, field):
     for text in spellings(field):
-        (problem,), sound = reserved.check(command, [parse(text)])
+        (problem,), sound = overrides.check_reserved(command, [parse(text)])
         assert problem.startswith(f"{text}: ")
         assert "; " in problem
         assert sound == []
@@ -52,8 +52,8 @@ def test_a_reserved_key_is_refused_in_every_spelling(command, field):
 
 def test_other_keys_stay():
     given = [parse(text) for text in ("tp=2", "launcher.nodes=2", "numerics.initial_weights=invariant", "no override")]
-    for command in reserved.RESERVED:
-        assert reserved.check(command, given) == ([], given)
+    for command in overrides.RESERVED:
+        assert overrides.check_reserved(command, given) == ([], given)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -62,5 +62,5 @@ def test_the_command_says_so(cli, here, no_gpus, command, text):
     """One key in all spellings; the table above is what each command asks."""
     ended = cli(*COMMANDS[command], text)
     assert (ended.status, ended.out) == (2, "")
-    (problem,), _ = reserved.check(command, [parse(text)])
+    (problem,), _ = overrides.check_reserved(command, [parse(text)])
     assert problem in ended.err

@@ -4,7 +4,7 @@ import re
 import tomllib
 
 from tests.unit.docs.markdown import DOCUMENTS, ROOT
-from tp_invariant_recipes.cli.doctor import NEEDED
+from tp_invariant_recipes.cli.checks import NEEDED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINNED = {

@@ -2,19 +2,19 @@
 
 import pytest
 
-from tp_invariant_recipes.fields import ranges
+from tp_invariant_recipes.fields import field
 
 # A range, the numbers at its ends, and the nearest numbers beyond them.
 ENDS = (
-    (ranges.NOT_NEGATIVE, (0,), (-1,)),
-    (ranges.COUNT, (1,), (0,)),
-    (ranges.POSITIVE, (5e-324,), (0,)),
-    (ranges.SHARE, (0, 1), (-5e-324, 1 + 2**-52)),
-    (ranges.BELOW_1, (0, 1 - 2**-53), (-5e-324, 1)),
-    (ranges.PART, (5e-324, 1), (0, 1 + 2**-52)),
-    (ranges.SEED, (1, 2**32 - 2**24), (0, 2**32 - 2**24 + 1)),
-    (ranges.NICE, (-20, 19), (-21, 20)),
-    (ranges.PORT, (1, 65535), (0, 65536)),
+    (field.NOT_NEGATIVE, (0,), (-1,)),
+    (field.COUNT, (1,), (0,)),
+    (field.POSITIVE, (5e-324,), (0,)),
+    (field.SHARE, (0, 1), (-5e-324, 1 + 2**-52)),
+    (field.BELOW_1, (0, 1 - 2**-53), (-5e-324, 1)),
+    (field.PART, (5e-324, 1), (0, 1 + 2**-52)),
+    (field.SEED, (1, 2**32 - 2**24), (0, 2**32 - 2**24 + 1)),
+    (field.NICE, (-20, 19), (-21, 20)),
+    (field.PORT, (1, 65535), (0, 65536)),
 )
 
 

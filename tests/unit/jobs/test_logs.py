@@ -3,8 +3,8 @@
 import io
 
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.jobs import logs
-from tp_invariant_recipes.jobs.logs import LogSource, Tails
+from tp_invariant_recipes.jobs import states
+from tp_invariant_recipes.jobs.states import LogSource, Tails
 from tp_invariant_recipes.machine import terminal
 
 
@@ -74,7 +74,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cli, slurm, submitted, monkey
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(logs.time, "sleep", interrupt)
+    monkeypatch.setattr(states.time, "sleep", interrupt)
     assert cli("logs", "-f", "12").status == 130
     assert cli("wait", "12").status == 130
     assert slurm.calls("scancel") == []

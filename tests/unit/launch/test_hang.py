@@ -16,7 +16,7 @@ import pytest
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.hang_timeout import Limits, limits, takes_long
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch import ranks, stacks
+from tp_invariant_recipes.launch import hang, ranks
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -89,7 +89,7 @@ def test_a_rank_that_is_stopped_between_two_steps_is_named(launched, monkeypatch
         sign(Phase.BETWEEN)
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    monkeypatch.setattr(stacks, "ANSWER", 0.5)
+    monkeypatch.setattr(hang, "ANSWER", 0.5)
     limits = Limits(60.0, 60.0, 60.0, stopped=0.4)
     message = failure(launched, wait_in_a_collective, stop_after_a_step, deaf_rank, limits=limits)
     assert message.startswith("rank 1 hangs: it has ended step 4 and has not begun another for ")
@@ -473,7 +473,7 @@ LOGGER, FUNCTIONAL = (f"torch/distributed/{name}.py" for name in ("c10d_logger",
 )
 def test_what_a_rank_waits_for(frames, waits):
     lines = "\n".join(f'  File "/x/{file}", line 7 in {function}' for file, function in frames)
-    stack = stacks.parse("of an earlier time\n" + DUMP.format(lines), 0x7F02)
+    stack = hang.parse("of an earlier time\n" + DUMP.format(lines), 0x7F02)
     assert stack is not None
     assert (stack.waits is None) == (waits is None)
     assert waits is None or stack.waits.startswith(waits)
@@ -483,12 +483,12 @@ def test_what_a_rank_waits_for(frames, waits):
 @pytest.mark.parametrize("line, waits", (("loss.item()", True), ("handle.wait()", True), ("time.sleep(9)", False)))
 def test_a_line_that_waits_for_a_gpu(tmp_path, line, waits):
     (tmp_path / "mine.py").write_text(f"{line}\n")
-    stack = stacks.Stack((stacks.Frame(str(tmp_path / "mine.py"), 1, "f"),))
+    stack = hang.Stack((hang.Frame(str(tmp_path / "mine.py"), 1, "f"),))
     assert (stack.waits is not None) == waits
 
 
 def test_half_an_answer_is_none():
-    assert stacks.parse("Current thread 0x00007f02 (most rec", 0x7F02) is None
+    assert hang.parse("Current thread 0x00007f02 (most rec", 0x7F02) is None
 
 
 def test_a_sign_takes_no_time_of_a_step():

@@ -20,7 +20,7 @@ import torch
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch import stacks
+from tp_invariant_recipes.launch import hang
 from tp_invariant_recipes.machine import versions
 from tp_invariant_recipes.patches import bridge, core_checkpoints, registry, te_grouped
 from tp_invariant_recipes.patches import patch as code
@@ -448,7 +448,7 @@ def test_the_manager_of_a_killed_rank_ends(own_queue):
     for number in (signal.SIGTERM, signal.SIGHUP):  # of SLURM or a terminal, to every process: the rank still saves
         os.kill(manager, number)
     time.sleep(0.3)
-    assert stacks.state(manager) not in ("", "Z")
+    assert hang.state(manager) not in ("", "Z")
     process.kill()
     process.join()
     assert receiver.poll(20)

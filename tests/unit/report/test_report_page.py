@@ -25,7 +25,7 @@ from tp_invariant_recipes.machine import progress
 from tp_invariant_recipes.report import figures as curves
 from tp_invariant_recipes.report import page
 from tp_invariant_recipes.report.figures import COLOURS, Drawing, settings
-from tp_invariant_recipes.report.render import png, svg
+from tp_invariant_recipes.report.page import png, svg
 from tp_invariant_recipes.report.runs import gather
 
 NAMES = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.$x$<b>.weight")

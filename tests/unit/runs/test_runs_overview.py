@@ -15,7 +15,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger import tail
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.machine import terminal

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tp_invariant_recipes.numerics.products import cublas
-from tp_invariant_recipes.start import bridge, start_clock
-from tp_invariant_recipes.start.start_clock import IMPORTS, KERNELS, StartClock
+from tp_invariant_recipes.start import bridge, cache
+from tp_invariant_recipes.start.cache import IMPORTS, KERNELS, StartClock
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def clock(monkeypatch):
         now[0] += seconds
 
     made = StartClock(began=1000.0)
-    for module in (bridge, cublas, start_clock):
+    for module in (bridge, cublas, cache):
         monkeypatch.setattr(module, "CLOCK", made)
     return made, wait
 
@@ -42,18 +42,18 @@ def test_the_parts_add_up(clock):
     parts = made.parts()
     assert parts == {"composing": 2, IMPORTS: 10, "model and data": 3, KERNELS: 5, "step": 5}
     line = "first step after 25.0 s: composing 2.0, imports 10.0, model and data 3.0, kernels and trials 5.0, step 5.0"
-    assert start_clock.text(parts) == line
+    assert cache.text(parts) == line
 
 
 def test_an_unknown_part_is_not_shown():
-    assert start_clock.text({"step": 1.0, "\x1b[2J": 9.0}) == "first step after 1.0 s: step 1.0"
+    assert cache.text({"step": 1.0, "\x1b[2J": 9.0}) == "first step after 1.0 s: step 1.0"
 
 
 def test_the_process_began_before_now_and_after_its_parent():
-    began = start_clock.process_start()
+    began = cache.process_start()
     pid = os.fork()
     if pid == 0:
-        later = start_clock.process_start() >= began - 0.02
+        later = cache.process_start() >= began - 0.02
         os._exit(0 if later else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert 0 < time.time() - began < 24 * 3600

@@ -19,7 +19,6 @@ from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.patches import registry
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import environment, run_config
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -27,6 +26,7 @@ from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.start import needed
+from tp_invariant_recipes.text import counted
 
 _FLA = "flash-linear-attention"  # tpi installs it nowhere
 _FUSED = "model.gradient_accumulation_fusion"

@@ -10,7 +10,7 @@ import math
 from functools import partial
 from typing import Any
 
-from tp_invariant_recipes.check.invariant.limit import Test, lacks, limit_of
+from tp_invariant_recipes.check.rule import Test, lacks, limit_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families

@@ -6,7 +6,8 @@ from tp_invariant_recipes.check.invariant import fp8, shards
 from tp_invariant_recipes.check.invariant import model as model_rules
 from tp_invariant_recipes.check.invariant import modes as mode_rules
 from tp_invariant_recipes.check.invariant import training as training_rules
-from tp_invariant_recipes.check.invariant.limit import (
+from tp_invariant_recipes.check.rule import (
+    Rule,
     cuts_sequences,
     has,
     lacks,
@@ -16,7 +17,6 @@ from tp_invariant_recipes.check.invariant.limit import (
     naming,
     uncut,
 )
-from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.model import LAYERS_OFF

@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from tp_invariant_recipes.check.invariant.limit import (
+from tp_invariant_recipes.check.rule import (
+    Rule,
     Test,
     has,
     lacks,
@@ -14,7 +15,6 @@ from tp_invariant_recipes.check.invariant.limit import (
     uncut,
     unsplit,
 )
-from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF, LATENT_OFF, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN
 from tp_invariant_recipes.numerics import mode

@@ -4,8 +4,7 @@ import os
 from functools import partial
 
 from tp_invariant_recipes.check import guard
-from tp_invariant_recipes.check.invariant.limit import Test, cuts_sequences, has, limit_of, name_of
-from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.check.rule import Rule, Test, cuts_sequences, has, limit_of, name_of
 from tp_invariant_recipes.numerics.megatron.families import layers_alike
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.cuda_graphs import FULL, IMPLEMENTATIONS, NOT_INVARIANT, TE

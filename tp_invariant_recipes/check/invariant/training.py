@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.check.invariant import fp8
-from tp_invariant_recipes.check.invariant.limit import (
+from tp_invariant_recipes.check.rule import (
+    Rule,
     Test,
     cuts_sequences,
     has,
@@ -16,7 +17,6 @@ from tp_invariant_recipes.check.invariant.limit import (
     uncaptured,
     uncut,
 )
-from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields.field import as_text

@@ -14,8 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tp_invariant_recipes.check.configuration import check
-from tp_invariant_recipes.config import reserved
-from tp_invariant_recipes.config.overrides import parse_all, texts
+from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
 from tp_invariant_recipes.features.audit import options, rank, script, workflow
 from tp_invariant_recipes.features.audit import page as audit_page
@@ -27,8 +26,8 @@ from tp_invariant_recipes.features.audit.trial import audited
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import checked
-from tp_invariant_recipes.runs.audit_dir import AuditedRun, CampaignDir
 from tp_invariant_recipes.runs.lock import locked, locked_empty
+from tp_invariant_recipes.runs.matrix_dir import AuditedRun, CampaignDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 
 RANKS = 4  # at most, of a cell
@@ -254,7 +253,7 @@ class Campaign:
 
 def new(model: str, overrides: Sequence[str], directory: Path | None) -> tuple[CampaignDir, State]:
     """Return a campaign that begins. ConfigError: an override is wrong."""
-    problems, sound = reserved.check("audit", parse_all(overrides))
+    problems, sound = check_reserved("audit", parse_all(overrides))
     refuse(problems)
     return CampaignDir(choose_for_several(directory, f"audits-{model}")), State(model, [*texts(sound)])
 

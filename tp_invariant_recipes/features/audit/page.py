@@ -9,9 +9,9 @@ from matplotlib.figure import FigureBase
 
 from tp_invariant_recipes.compare.deviation import KINDS, MARGIN, TensorDeviation
 from tp_invariant_recipes.features.audit.result import AuditResult, CampaignResult
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report.figures import LINES, Drawing
-from tp_invariant_recipes.report.render import html, svg
+from tp_invariant_recipes.report.page import html, svg
+from tp_invariant_recipes.text import counted
 
 _HEIGHT = 3.6  # inches
 _LEAST, _MOST = 1e-2, 1e9  # factors beyond these lie on the edge

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from tp_invariant_recipes.compare import deviation
 from tp_invariant_recipes.compare.deviation import TensorDeviation
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Listed, Record
 from tp_invariant_recipes.result import Result
+from tp_invariant_recipes.text import counted
 
 WITHIN, BEYOND, NOT_DECIDED, FAILED = "within rounding", "beyond rounding", "not decided", "failed"
 EXIT_STATUS = {WITHIN: 0, BEYOND: 1, NOT_DECIDED: 2}

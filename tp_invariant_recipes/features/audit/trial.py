@@ -12,7 +12,7 @@ from tp_invariant_recipes.errors import ConfigError, Interrupted, TpiError
 from tp_invariant_recipes.features.audit import workflow
 from tp_invariant_recipes.features.audit.result import FAILED, Trial
 from tp_invariant_recipes.launch.local import Watch
-from tp_invariant_recipes.runs.audit_dir import AuditedRun
+from tp_invariant_recipes.runs.matrix_dir import AuditedRun
 
 # What an audit's process returns: None if no run may have the settings; and the reference that it trained, by its key.
 Answer = tuple[Trial | None, dict[str, AuditedRun]]

@@ -18,9 +18,8 @@ from typing import Any
 from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.compare import deviation
 from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
-from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, changed, given, parse_all, texts
+from tp_invariant_recipes.config.overrides import Override, changed, check_reserved, given, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.features.audit import rank
 from tp_invariant_recipes.features.audit import reference as audit_reference
@@ -40,16 +39,16 @@ from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.patches import faults
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
-from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
+from tp_invariant_recipes.runs.matrix_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.settings import cuda_graphs, finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.activations import recorded as recorded_bytes
 from tp_invariant_recipes.sizing.memory import GIB
+from tp_invariant_recipes.text import counted
 
 AUDITED, REFERENCE = "audited", "reference"  # the two trainings
 DEGREES = (1, 2, 4, 8)  # of references, the first that fits
@@ -121,7 +120,7 @@ def new(
     against:   overrides of the audited run alone; the reference is the model as given.
     """
     requested, of_reference, differing = parse_all(overrides), parse_all(reference), parse_all(against)
-    problems, sound = reserved.check("audit", requested)
+    problems, sound = check_reserved("audit", requested)
     problems += _pair_problems(of_reference, differing)
     common: list[str | Override] = [*DEFAULTS, *default_numerics(sound), *sound, "save=0"]
     audited = _composed(model, changed(common, differing), problems)
@@ -159,7 +158,7 @@ def new(
 
 def _pair_problems(of_reference: Sequence[Override], differing: Sequence[Override]) -> list[str]:
     """Problems of the overrides of one training alone: those of --reference, and those of --against."""
-    problems = reserved.check("audit", of_reference)[0] + reserved.check("audit", differing)[0]
+    problems = check_reserved("audit", of_reference)[0] + check_reserved("audit", differing)[0]
     if of_reference and differing:
         problems.append("--reference and --against: with --against the reference is the model as given; leave one out")
     for flag, both in (("--against", differing), ("--reference", of_reference)):
@@ -336,9 +335,9 @@ def _write_page(where: AuditDir, result: AuditResult) -> None:
     for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
         logging.getLogger(name).setLevel(logging.WARNING)
     from tp_invariant_recipes.features.audit import page as audit_page
-    from tp_invariant_recipes.report import render
+    from tp_invariant_recipes.report.page import write
 
-    render.write(where.page, audit_page.page(result).encode())
+    write(where.page, audit_page.page(result).encode())
 
 
 # --- Planning ---

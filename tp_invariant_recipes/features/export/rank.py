@@ -23,7 +23,7 @@ from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.replacement import resolve_own
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.model_shape import ModelShape
-from tp_invariant_recipes.sources import auto_bridge, hf_models
+from tp_invariant_recipes.sources import hf_models, weights
 from tp_invariant_recipes.sources.hf_families import GLM_45
 from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
 from tp_invariant_recipes.start import bridge
@@ -66,12 +66,12 @@ class Export:
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raise RunError: the checkpoint has no such weights."""
         bridge.load_models()
-        auto_bridge.run_no_model()
+        weights.run_no_model()
         with ExitStack() as stack:
             from tp_invariant_recipes.cpu_host import cpu
 
             stack.enter_context(cpu.megatron_core() if self.adapters is None else cpu.installed())
-            stack.enter_context(registry.applied(unused=auto_bridge.unused(self.folder)))
+            stack.enter_context(registry.applied(unused=weights.unused(self.folder)))
             stack.enter_context(torch.no_grad())
             stack.enter_context(_single_rank_world())
             if self.adapters is None:
@@ -95,7 +95,7 @@ class Export:
 
         chunks = _model(self.model, _base_dtype(adapters))
         if adapters.hugging_face:
-            auto_bridge.from_folder(adapters.base).load_hf_weights(chunks)
+            weights.from_folder(adapters.base).load_hf_weights(chunks)
         else:
             load_weights(chunks, adapters.base, "")
         lora = LoRA(**adapters.fields)
@@ -105,7 +105,7 @@ class Export:
             self._write(chunks)
             return
         name = str(adapters.base) if adapters.hugging_face else ""
-        auto_bridge.from_config(self.folder).save_hf_adapter(
+        weights.from_config(self.folder).save_hf_adapter(
             chunks, self.folder, lora, base_model_name_or_path=name, show_progress=False
         )
         (self.folder / CONFIG).unlink()
@@ -116,7 +116,7 @@ class Export:
             raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
 
     def _tensors(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
-        of_folder = auto_bridge.from_config(self.folder)
+        of_folder = weights.from_config(self.folder)
         tied = of_folder.hf_pretrained.tie_word_embeddings
         for name, tensor in of_folder.export_hf_weights(chunks, cpu=True, show_progress=False):
             if not (tied and name == hf_models.OUTPUT):  # Hugging Face stores a tied tensor once

@@ -21,7 +21,6 @@ from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.machine.progress import Counter, busy
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.megatron.adapters.adapted_layers import ROW_PARALLEL
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import parse_object, read_limited
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import checkpoints
@@ -32,6 +31,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.sources import hf_models, weights
 from tp_invariant_recipes.start.bridge import quiet
+from tp_invariant_recipes.text import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.features.export.rank import Adapters

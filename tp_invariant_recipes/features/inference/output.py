@@ -23,9 +23,9 @@ from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import sync_folder, write_atomically
 from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
 from tp_invariant_recipes.runs.run_dir import RunDir, writing
+from tp_invariant_recipes.text import counted
 
 WRITTEN = "written"  # key of OUT.meta.json: hash and number of OUT's lines
 WHOLE = ("ranks",)  # columns of whole numbers

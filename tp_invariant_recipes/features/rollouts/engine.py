@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tp_invariant_recipes.check import rollouts
+from tp_invariant_recipes.check import finetuning
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.features.rollouts.cache import BLOCK, Blocks
 from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, drawn, new_cache, shape_of
@@ -227,7 +227,7 @@ def _uncovered(chunks: list[Any]) -> list[str]:
     config, pp = chunks[0].config, max(len(chunks), chunks[0].config.pipeline_model_parallel_size)
     numerics = getattr(config, "invariant_mode", None) or mode.STOCK
     ahead = getattr(chunks[0], "mtp_process", False)
-    problems = rollouts.uncovered(numerics, pp, fp8=bool(config.fp8), ahead=ahead)
+    problems = finetuning.uncovered(numerics, pp, fp8=bool(config.fp8), ahead=ahead)
     layers = chunks[0].decoder.layers
     cores = [getattr(layer.self_attention, "core_attention", layer.self_attention) for layer in layers]
     kinds = sorted({type(core).__name__ for core in cores if not isinstance(core, PortableDotProductAttention)})

@@ -13,8 +13,8 @@ from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.features.score import difference, engine_scores, vocabulary
 from tp_invariant_recipes.features.score.difference import Columns
 from tp_invariant_recipes.features.score.engine_scores import Rollout
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
+from tp_invariant_recipes.text import counted
 
 CONTEXT = 8  # tokens before one that is shown in its text
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tp_invariant_recipes.features.score.engine_scores import LEAST
-from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.text import counted
 
 LOW, HIGH = 0.8, 1.25  # of a probability ratio that leaves no clip range untouched
 WORST = 20

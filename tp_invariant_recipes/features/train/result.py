@@ -16,12 +16,12 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.patches import faults
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import checkpoints, overview
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import estimate
+from tp_invariant_recipes.text import counted
 
 
 @dataclass(frozen=True)

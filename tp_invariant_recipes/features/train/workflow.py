@@ -13,7 +13,7 @@ from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.launch import local, record, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import RankFn, Stop
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir

@@ -19,12 +19,12 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.mode import STOCK
-from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, MatrixDir, Omission
 from tp_invariant_recipes.settings import expert_groups
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.text import few
 
 
 class Problems:

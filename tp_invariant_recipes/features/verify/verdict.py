@@ -17,18 +17,17 @@ from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.result import report
 from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, stock_remark, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.ledger.bits import described, readable
 from tp_invariant_recipes.ledger.layouts import ranks
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.schema import canonical
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.text import counted, single_line
 
 SCHEMA = 1
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.overrides import Override, parse_all, texts
+from tp_invariant_recipes.config.overrides import Override, check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError, refuse
 from tp_invariant_recipes.features.verify import matrix
 from tp_invariant_recipes.features.verify.cells import (
@@ -33,7 +32,7 @@ from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.launch.request import RunRequest
+from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -80,7 +79,7 @@ def new(
     against: a run directory, ledger or certificate to compare all cells with, instead of the first cell.
     """
     requested = parse_all(overrides)
-    problems, sound = reserved.check("verify", requested)
+    problems, sound = check_reserved("verify", requested)
     axes, choices = matrix.spread(sound, problems)
     reference = _reference(against, problems)
     if len(choices) == 1 and not problems and against is None:

@@ -33,7 +33,7 @@ from tp_invariant_recipes.kernels.peer_add import peer_add
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.start.start_clock import CLOCK, KERNELS
+from tp_invariant_recipes.start.cache import CLOCK, KERNELS
 
 KEY = "device.peer_memory"
 SLOWEST = 1.0  # ms for a barrier; some 0.01 where no other process uses the GPUs

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tp_invariant_recipes.check import rollouts
+from tp_invariant_recipes.check import finetuning
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError
@@ -34,7 +34,7 @@ CONFIGURATIONS = (
 @pytest.mark.parametrize("words, parts", CONFIGURATIONS)
 def test_configurations_are_refused_by_name(words, parts):
     config = compose("qwen3_toy", ["model.kv_channels=32", "seq=128", *words.split()], device="cpu").config
-    listed = "\n".join(rollouts.problems(config))
+    listed = "\n".join(finetuning.problems(config))
     assert all(part in listed for part in parts)
     assert bool(listed) == bool(parts)
 
@@ -53,7 +53,7 @@ FAMILIES = (
 @pytest.mark.parametrize("family, why", FAMILIES)
 def test_families_are_taken_or_refused_by_name(family, why):
     with nullcontext() if why is None else pytest.raises(ConfigError, match=why):
-        assert rollouts.problems(_composed(family, parse_all(["device=cpu"]), "portable").config) == []
+        assert finetuning.problems(_composed(family, parse_all(["device=cpu"]), "portable").config) == []
 
 
 def model(attention=engine.PortableDotProductAttention, mtp=False, **fields):

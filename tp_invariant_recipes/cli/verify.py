@@ -1,4 +1,4 @@
-"""`tpi verify`."""
+"""Trainings in turn: `tpi verify` and `tpi bench`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +9,7 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import (
     Json,
+    Model,
     Overrides,
     TrustRecipe,
     Verbose,
@@ -18,11 +19,11 @@ from tp_invariant_recipes.cli.arguments import (
     optional_model,
     with_model,
 )
-from tp_invariant_recipes.cli.output.verdict import finish
+from tp_invariant_recipes.cli.output import finish
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import needed
+from tp_invariant_recipes.text import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
@@ -134,3 +135,47 @@ def _train(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst: bo
         return Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {counted(run.steps, 'step')}")
 
     return workflow.execute(planned, progress.headed(console, heading, verbose=verbose), exitfirst=exitfirst)
+
+
+def bench(
+    model: Model,
+    overrides: Overrides = None,
+    modes: Annotated[
+        str,
+        option(None, "Modes, each also with +digests, +guard; tpi compares the others with the first."),
+    ] = "stock,tree",
+    rounds: Annotated[int, option(None, "Rounds; every mode has one turn per round.", min=1, max=100)] = 2,
+    warmup: Annotated[int, option(None, "Untimed warm-up steps per turn.", min=0)] = 5,
+    steps: Annotated[int, option(None, "Timed steps per turn.", min=1)] = 15,
+    directory: Annotated[Path | None, directory_option("bench-MODEL-tpN-DATE-TIME")] = None,
+    verbose: Verbose = False,
+    as_json: Json = False,
+) -> None:
+    """Measure step time, memory and tokens/s of numerics modes.
+
+    The modes train in turn. The table shows medians over the timed steps. Ratios are taken within a round and shown as
+    their median, smallest and largest.
+
+    \b
+    tpi bench qwen3_8b tp=4
+    tpi bench qwen3_8b tp=4 --modes tree,tree+digests,tree+guard
+    tpi bench qwen3_toy tp=2 seq=64 --rounds 3
+    """
+    from tp_invariant_recipes.features import bench as workflow
+    from tp_invariant_recipes.features.train.workflow import check
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.machine.progress import busy
+
+    needed.check("tpi bench", needed.TRAINING)
+    console = terminal.console_of_its_own()
+    named = [mode.strip() for mode in modes.split(",") if mode.strip()]
+    with progress.preparing(console) as how:
+        planned = workflow.new(
+            model, overrides or [], named, rounds=rounds, warmup=warmup, steps=steps, directory=directory, how=how
+        )
+    with busy(console, "importing Megatron-Bridge and checking the configurations"):
+        for plan in planned.plans.values():
+            check(plan)
+    terminal.print_line(console, f"benchmark directory {planned.directory.path}")
+    watch = progress.headed(console, lambda turn, _: Text(turn), verbose=verbose)
+    finish(workflow.execute(planned, watch), as_json=as_json)

@@ -8,11 +8,11 @@ from typing import Annotated
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, directory_option, flag, option, optional_model
-from tp_invariant_recipes.cli.output.verdict import finish
+from tp_invariant_recipes.cli.output import finish
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import bridge, needed
+from tp_invariant_recipes.text import counted
 
 
 def audit(

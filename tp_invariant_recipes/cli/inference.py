@@ -1,0 +1,137 @@
+"""What a run's weights are taken for: `tpi score`, `tpi generate` and `tpi export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tp_invariant_recipes.cli import output
+from tp_invariant_recipes.cli.arguments import Json, Overrides, TrustRecipe, argument, flag, option
+from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.start import needed
+
+
+def score(
+    source: Annotated[Path, argument("RUN|FOLDER", "A run directory, or a Hugging Face folder.")],
+    file: Annotated[
+        Path | None,
+        argument("SEQUENCES", "JSONL: tokens, text, messages, or prompt and response; default: --against."),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, option("FILE", "Where to write; default SEQUENCES with .scores.jsonl at its end.")
+    ] = None,
+    step: Annotated[int | None, option("N", "The run's checkpoint of this step; default: the newest.", min=0)] = None,
+    against: Annotated[Path | None, option("FILE", "JSONL that an engine returned, or tpi generate.")] = None,
+    tolerance: Annotated[float, option("X", "With --against: the largest difference that is none.", min=0.0)] = 0.0,
+    partial: Annotated[bool, flag("With --against: accept a file that lacks some scored tokens.", "--partial")] = False,
+    ranks: Annotated[bool, flag("Write each token's place among all, by probability.", "--ranks")] = False,
+    entropy: Annotated[bool, flag("Write the entropy of each prediction.", "--entropy")] = False,
+    digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
+    vocab: Annotated[
+        bool,
+        flag("Write the whole vocabulary, OUT.vocab.npy; with --against count entries that differ.", "--vocab"),
+    ] = False,
+    tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
+    batch_tokens: Annotated[int, option("N", "Tokens of a forward pass; they change no bit.")] = 16384,
+    _trusted: TrustRecipe = False,
+    as_json: Json = False,
+) -> None:
+    """Write log-probabilities that no layout and no batch changes.
+
+    They depend on weights and tokens alone: the same bytes for every tp, pp, cp, dp, ep, batch, order and padding, and
+    with numerics=portable on every machine.
+    --against compares what an engine returned (vLLM, SGLang, verl, NeMo-RL) and names what its differences look like.
+    The numerics are those of the rollouts, unless typed. After Ctrl-C the same command goes on. Exit status: 0 written,
+    and equal or within the tolerance; 1 beyond it; 2 a mistake, or only a part could be compared.
+
+    \b
+    tpi score runs/qwen3_8b-tp4-… sequences.jsonl tp=4
+    tpi score ~/models/mine sequences.jsonl --out scores.jsonl --ranks
+    tpi score ~/models/mine sequences.jsonl --against rollout.jsonl
+    tpi score ~/models/mine --against rollouts.jsonl tp=2        # of tpi generate
+    """
+    needed.check("tpi score", needed.TRAINING)
+    from tp_invariant_recipes.features.score import workflow
+
+    words = [*(overrides or [])]
+    if file is not None and "=" in str(file) and not file.exists():
+        file, words = None, [str(file), *words]
+    request = workflow.ScoreRequest(
+        source, file, words, out, step, tokenizer, against, tolerance, partial, batch_tokens, ranks, entropy, digest,
+        vocab,
+    )  # fmt: skip
+    output.finish(workflow.score(request, terminal.console_of_its_own()), as_json=as_json)
+
+
+def generate(
+    source: Annotated[Path, argument("RUN|FOLDER", "A run directory, or a Hugging Face folder.")],
+    file: Annotated[Path, argument("PROMPTS", "JSONL: prompt (text or ids), tokens, or messages.")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, option("FILE", "Where to write; default PROMPTS with .rollouts.jsonl at its end.")
+    ] = None,
+    step: Annotated[int | None, option("N", "The run's checkpoint of this step; default: the newest.", min=0)] = None,
+    resume: Annotated[bool, flag("Continue what FILE.partial has of the same rollouts.", "--resume")] = False,
+    digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
+    tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
+    batch: Annotated[int, option("N", "Sequences that are decoded side by side.", min=1)] = 256,
+    chunk: Annotated[int, option("N", "Tokens of a pass over prompts.", min=1)] = 16384,
+    cache: Annotated[
+        int | None, option("N", "Tokens that the cache holds; default: what the requests need and fits.", min=1)
+    ] = None,
+    graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Decode in CUDA graphs, on a GPU.")] = True,
+    dry_run: Annotated[bool, flag("Check everything and write nothing.", "--dry-run")] = False,
+    _trusted: TrustRecipe = False,
+    as_json: Json = False,
+) -> None:
+    """Sample completions with the trainer's own bits.
+
+    Tokens and log-probabilities depend on weights, prompts, ids and these keys alone: the same bytes for every tp, ep,
+    dp, batch, order and machine. numerics=portable is the default. Keys have the names and defaults of transformers'
+    generate: max_new_tokens (max_tokens), do_sample, temperature, top_k, top_p, num_return_sequences (n), eos_token_id,
+    stop_strings (stop); and seed. A line of PROMPTS may have its own. --batch, --chunk, --cache and --graphs change no
+    bit. Exit status: 0 written, 2 a mistake, 130 Ctrl-C or SIGTERM: --resume continues.
+
+    \b
+    tpi generate ~/models/mine prompts.jsonl do_sample=true top_k=0 n=8 tp=2
+    tpi generate runs/qwen3_8b-tp4-… prompts.jsonl --out rollouts.jsonl --resume
+    tpi score runs/qwen3_8b-tp4-… --against rollouts.jsonl tp=4
+    """
+    needed.check("tpi generate", needed.TRAINING)
+    from tp_invariant_recipes.features.rollouts import workflow
+
+    engine = {"sequences": batch, "chunk": chunk, "tokens": cache, "graphs": graphs}
+    request = workflow.GenerateRequest(source, file, [*(overrides or [])], out, step, tokenizer, digest, resume, engine)
+    output.finish(workflow.generate(request, terminal.console_of_its_own(), dry_run=dry_run), as_json=as_json)
+
+
+def export(
+    run: Annotated[Path, argument("RUN", "The run directory.")],
+    folder: Annotated[Path, argument("FOLDER", "A folder that is not there yet, or empty.")],
+    step: Annotated[int | None, option("N", "The checkpoint of this step; default: the newest.", min=0)] = None,
+    masters: Annotated[
+        bool, flag("Write the optimizer's fp32 master weights, not the bf16 weights.", "--masters")
+    ] = False,
+    merge: Annotated[
+        bool, flag("Of a run with adapters: write the weights with the adapters added.", "--merge")
+    ] = False,
+    _trusted: TrustRecipe = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint of a run as a Hugging Face folder.
+
+    The folder holds config.json and *.safetensors, and the tokenizer of the folder that the run has started from.
+    Transformers loads it, and weights=FOLDER starts another run from it. Of a run with LoRA adapters it holds what the
+    library peft loads, and with --merge whole weights. Exit status: 0 written, 2 otherwise; then FOLDER is as it was.
+
+    \b
+    tpi export runs/qwen3_8b-tp4-… ~/models/mine
+    tpi export runs/qwen3_8b-tp4-… ~/models/mine --step 500 --masters
+    tpi export runs/my-adapters ~/models/merged --merge
+    """
+    needed.check("tpi export", needed.TRAINING)
+    from tp_invariant_recipes.features.export import workflow
+
+    request = workflow.ExportRequest(run, folder, step, masters, merge)
+    output.finish(workflow.export(request, terminal.console_of_its_own()), as_json=as_json)

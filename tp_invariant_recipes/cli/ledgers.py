@@ -1,0 +1,216 @@
+"""What reads ledgers: `tpi compare`, `tpi certify`, `tpi report` and `tpi bisect`."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json, TrustRecipe, Verbose, argument, directory_option, flag, option
+from tp_invariant_recipes.cli.output import finish
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.machine import progress, terminal
+from tp_invariant_recipes.result import Result
+from tp_invariant_recipes.start import needed
+from tp_invariant_recipes.text import counted, single_line, visible
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.ledger.certificate import Certificate
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        argument("RUN_A RUN_B [RUN_C ...]", "Run directories, ledger files or certificates."),
+    ],
+    every: Annotated[bool, flag("Print every parameter that differs, not only the first 12.", "--all")] = False,
+    as_json: Annotated[bool, flag("Print everything as one JSON object.", "--json")] = False,
+) -> None:
+    """Compare runs with the first one, bit for bit.
+
+    Runs with the same model, data set and seed are comparable, whatever their layout. tpi compares everything that both
+    ledgers hold of every common step: loss, gradient norm, learning rate, digests of gradients, master weights and
+    optimizer moments, traces. It names the first difference in the order of execution. Exit status: 0 identical,
+    1 different, 2 not comparable or unreadable.
+
+    \b
+    tpi compare runs/a runs/b
+    tpi compare runs/a other-cluster.tpicert --json
+    """
+    from tp_invariant_recipes.compare.compare import UNREADABLE, compare_all
+    from tp_invariant_recipes.compare.result import CompareResult, error_report
+    from tp_invariant_recipes.ledger.open import streamed
+
+    try:
+        if len(runs) < 2:
+            raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
+        with progress.Counter(terminal.console(stderr=True)) as slow:
+            first, *others = [streamed(run, progress=slow.reading(run)) for run in runs]
+            comparisons = compare_all(first, others, progress=slow.counting("comparing: step"))
+    except LedgerError as error:
+        if as_json:
+            terminal.print_json(error_report(error), indent=2)
+        else:
+            terminal.print_line(terminal.console(stderr=True), f"not comparable: {error}")
+        raise typer.Exit(UNREADABLE) from None
+    finish(CompareResult(comparisons, every), as_json=as_json, indent=2)
+
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def certify(
+    run: Annotated[Path | None, argument("RUN", "The run directory to pack.")] = None,
+    out: Annotated[
+        Path | None,
+        option("FILE", "Where to write; default NAME.tpicert in the current directory, after the run directory NAME."),
+    ] = None,
+    check: Annotated[Path | None, option("FILE", "Check this certificate instead of making one.")] = None,
+    expected: Annotated[
+        str | None, option("HASH", "With --check: the hash that you received from its maker.", "--hash")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Pack a run into a small file, or check one.
+
+    The file holds the run's ledger, configuration and versions. The printed hash stands for all of it; send the hash
+    through a separate channel. tpi compare and tpi verify --against accept the file like a run. Exit status: 0 the file
+    was made or is intact, 2 otherwise.
+
+    \b
+    tpi certify runs/qwen3_8b-tp4-…
+    tpi certify --check qwen3_8b-tp4-….tpicert --hash 5a3f…
+    """
+    from tp_invariant_recipes.ledger import certificate
+
+    if (run is None) == (check is None):
+        raise LedgerError("name a run directory to certify, or a certificate to check: --check FILE")
+    if check is not None:
+        if out is not None:
+            raise LedgerError("--out is where a new certificate goes; --check makes none")
+        certified = _check(check, expected)
+    else:
+        if expected is not None:
+            raise LedgerError("--hash is for checking a certificate: --check FILE --hash HASH")
+        certified = _certify(Path(str(run)), out)
+    if as_json:
+        terminal.print_json(_report(certified))
+        return
+    summary = certified.summary
+    terminal.print_text(f"{certified.path}: {certificate.summary_words(summary)}")
+    if summary["steps"] != summary["of"]:
+        terminal.print_text(f"the run has {summary['steps']} of {counted(summary['of'], 'step')}: it was not finished")
+    terminal.print_text(f"certificate hash {certified.hash}{', as expected' if expected else ''}")
+
+
+def _certify(run: Path, out: Path | None) -> "Certificate":
+    from tp_invariant_recipes.ledger import certificate
+
+    data = certificate.certify(run)
+    file = out.expanduser() if out is not None else Path(f"{run.resolve().name}{certificate.SUFFIX}")
+    try:
+        if not file.exists():
+            write_atomically(file, data)
+        elif not (file.is_file() and file.stat().st_size == len(data) and file.read_bytes() == data):
+            raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
+    except OSError as error:
+        raise LedgerError(f"cannot write {file}: {error.strerror or error}; --out FILE chooses another") from error
+    return certificate.check(file)
+
+
+def _check(file: Path, expected: str | None) -> "Certificate":
+    from tp_invariant_recipes.ledger import certificate
+
+    if expected is not None and not _HASH.fullmatch(expected.strip().lower()):
+        raise LedgerError(f"--hash {expected}: a hash has 64 hexadecimal digits")
+    certified = certificate.check(file.expanduser())
+    if expected is not None and expected.strip().lower() != certified.hash:
+        raise LedgerError(f"{file} is another certificate: its hash is {certified.hash} and not {expected}")
+    return certified
+
+
+def _report(certified: "Certificate") -> dict[str, Any]:
+    from tp_invariant_recipes.ledger.bits import described
+
+    loss = described(certified.summary["loss"])
+    return {"certificate": str(certified.path), "hash": certified.hash} | certified.summary | {"loss": loss}
+
+
+def report(
+    runs: Annotated[list[Path], argument("RUN", "Run directories, ledger files or certificates.")],
+    out: Annotated[Path, option("FILE.html", "Name of the page.")] = Path("report.html"),
+    png: Annotated[Path | None, option("FILE.png", "Name of the image; default: beside the page.")] = None,
+    no_png: Annotated[bool, flag("Write no image.", "--no-png")] = False,
+    force: Annotated[bool, flag("Overwrite existing files.", "--force")] = False,
+    open_: Annotated[bool, flag("Show the page in a browser afterwards.", "--open")] = False,
+) -> None:
+    """Write a page and an image that compare runs with the first.
+
+    The HTML page is one file that loads nothing else. It shows verdicts, headers side by side, curves, distances in
+    ULP, the parameters that differ, times and memory. The PNG holds its figures. Runs may be
+    unfinished. Exit status: 0 written, whatever the verdict; 2 a run cannot be read or a file not be written.
+
+    \b
+    tpi report RUN
+    tpi report RUN_A RUN_B --out differences.html
+    """
+    from tp_invariant_recipes.report import page
+    from tp_invariant_recipes.report.runs import gather
+
+    image = None if no_png else png or out.with_suffix(".png")
+    page.check({"--out": out, "--png": image}, force)
+    with progress.Counter(terminal.console(stderr=True)) as slow:
+        gathered = gather(runs, reading=slow.reading, comparing=slow.counting("comparing: step"))
+        parts = page.sections(gathered)
+        drawn = slow.counting("drawing: figure")
+        page.write(out, visible(page.page(gathered, parts, drawn)).encode())
+        if image:
+            drawings = [drawing for part in parts for drawing in part.drawings]
+            title = "\n".join(map(single_line, page.verdicts(gathered)))
+            page.write(image, page.png(drawings, title, slow.counting("drawing the image: figure")))
+    for line in page.verdicts(gathered):
+        terminal.print_text(single_line(line))
+    for file in filter(None, (out, image)):
+        terminal.print_text(f"wrote {file}")
+    if open_:
+        typer.launch(str(out.resolve()))
+
+
+def bisect(
+    run_a: Annotated[Path, argument("RUN_A", "A run directory.")],
+    run_b: Annotated[Path, argument("RUN_B", "Another run directory, which differs.")],
+    directory: Annotated[Path | None, directory_option("bisect-DATE-TIME")] = None,
+    referee: Annotated[bool, flag("Also say which run is right.", "--referee")] = False,
+    verbose: Verbose = False,
+    _trusted: TrustRecipe = False,
+    as_json: Json = False,
+) -> None:
+    """Find the operation at which two runs first differ.
+
+    tpi trains both runs again, from their last checkpoint before the first step that differs, and traces every module
+    at that step. Then it trains them once more to write the tensors there to files and to measure their distance. The
+    original runs stay unchanged. Exit status: 1 they differ, 0 they do not, 2 tpi cannot compare them or train them
+    again.
+
+    With --referee tpi also says which run is right: the one that repeats its bits here, or whose operation a CPU
+    confirms by its definition (numerics=portable).
+
+    \b
+    tpi bisect runs/qwen3_8b-tp2-… runs/qwen3_8b-tp4-…
+    tpi bisect runs/monday runs/tuesday --referee
+    """
+    from tp_invariant_recipes.compare.text import verdict_line
+    from tp_invariant_recipes.features.bisect import workflow
+    from tp_invariant_recipes.launch import progress
+
+    planned = workflow.new(run_a.expanduser(), run_b.expanduser(), directory, referee=referee)
+    if isinstance(planned, Result):
+        finish(planned, as_json=as_json)
+    needed.check("tpi bisect", needed.TRAINING)
+    console = terminal.console_of_its_own()
+    terminal.print_line(console, f"recorded: {verdict_line(planned.first)}")
+    terminal.print_line(console, f"training step {planned.step} again in {planned.directory.path}")
+    watch = progress.headed(console, lambda label, _: Text(label, style="bold"), verbose=verbose)
+    finish(workflow.execute(planned, watch), as_json=as_json)

@@ -1,1 +1,0 @@
-"""How commands print: long lists, the progress of slow commands, help texts."""
