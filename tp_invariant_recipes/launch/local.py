@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config.hang_timeout import limits
@@ -53,7 +54,6 @@ def run(
     prepare_environment("lo")
     with ranks.stopping() if stop is None else nullcontext(stop) as noted:
         try:
-            before = size_of(plan.run_dir.progress)
             outcome = ranks.run(
                 plan.run_dir,
                 plan.device,
@@ -61,7 +61,7 @@ def run(
                 watch,
                 noted,
                 rank_fn=rank_fn,
-                stepped=(lambda: size_of(plan.run_dir.progress) != before),
+                stepped=_stepped(plan.run_dir.progress),
                 limits=limits(plan.config),
             )
         except RankFailed as error:
@@ -78,6 +78,12 @@ def _rank_infos(world: int, ports: tuple[int, ...]) -> list[Any]:
     from tp_invariant_recipes.training.rank import RankInfo
 
     return [RankInfo(rank, rank, world, world, "127.0.0.1", ports) for rank in range(world)]
+
+
+def _stepped(progress: Path) -> Callable[[], bool]:
+    """Whether a step has been made since now. The ranks record each step before they save."""
+    before = size_of(progress)
+    return lambda: size_of(progress) != before
 
 
 def store(*, nodes: int = 1) -> Any:

@@ -1,4 +1,4 @@
-"""A command of `tpi train`, which starts or resumes a run, and the files that a run directory gets before the ranks start."""
+"""A command of `tpi train`, which starts or resumes a run; and what its directory gets before the ranks start."""
 
 import os
 from dataclasses import dataclass
