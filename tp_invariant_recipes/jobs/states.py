@@ -1,4 +1,4 @@
-"""The state of a job: from SLURM as long as it knows the job, afterwards from its accounts and the run directory; its logs."""
+"""The state of a job: of SLURM while it knows the job, later of its accounts and the run directory; and its logs."""
 
 import os
 import time

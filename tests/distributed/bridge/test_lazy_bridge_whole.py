@@ -95,13 +95,13 @@ from pathlib import Path
 from tp_invariant_recipes.start import bridge
 bridge.load()
 from tp_invariant_recipes.patches import registry
-from tp_invariant_recipes.sources import auto_bridge, hf_models
+from tp_invariant_recipes.sources import hf_models, weights
 folder, left = Path(sys.argv[1]), []
 for family in sorted(hf_models.FAMILIES, key=lambda family: family.package == "olmoe"):
     config = {"architectures": [family.architecture], "model_type": family.model_type}
     (folder / "config.json").write_text(json.dumps(config))
     with registry.applied():
-        converter = auto_bridge.from_config(folder)
+        converter = weights.from_config(folder)
     left.append(type(converter._model_bridge).__name__)
 below = "megatron.bridge.models."
 packages = {name.split(".")[3] for name in sys.modules if name.startswith(below) and name.count(".") > 3}
@@ -123,12 +123,12 @@ from pathlib import Path
 from tp_invariant_recipes.start import bridge
 bridge.load_models()
 from tp_invariant_recipes.patches import registry
-from tp_invariant_recipes.sources import auto_bridge
+from tp_invariant_recipes.sources import weights
 folder = Path(sys.argv[1])
-auto_bridge.run_no_model()
+weights.run_no_model()
 print("torch._dynamo" in sys.modules)
-with registry.applied(unused=auto_bridge.unused(folder)):
-    converter = auto_bridge.from_config(folder)
+with registry.applied(unused=weights.unused(folder)):
+    converter = weights.from_config(folder)
 print(type(converter._model_bridge).__name__)
 print("megatron.bridge.training.pretrain" in sys.modules, "megatron.bridge.models.gemma" in sys.modules)
 from torch._dynamo._trace_wrapped_higher_order_op import trace_wrapped
