@@ -1,4 +1,7 @@
-"""Column- and row-parallel layers and their biases, in every format: one result for every tensor-parallel degree."""
+"""Column- and row-parallel layers and their biases, in every format: one result for every tensor-parallel degree.
+
+Also the layer that a norm is part of.
+"""
 
 import itertools
 
@@ -6,22 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.numerics.linear.linear_runs import (
-    ALONE,
-    DEGREES,
-    FORMATS,
-    SHARDS,
-    Layer,
-    run,
-    tensors,
-    unequal,
-    whole,
-)
-from tests.distributed.ranks import on_ranks, sliced
+from tests.distributed.numerics.linear_runs import ALONE, DEGREES, FORMATS, NAMES, SHARDS, Layer, run, tensors
+from tests.distributed.ranks import on_ranks, sliced, together, unequal
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
 from tp_invariant_recipes.numerics.layers.linear import linear
+from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, rms_norm
 
 LAYERS = (Layer(True, segments=2), Layer(False))
 PLAIN = ("tree", "tree, fp32", "gather", "gather, fp32")
@@ -61,7 +55,7 @@ def results():
 @pytest.mark.parametrize("name, layer", CASES, ids=str)
 def test_one_result_for_all_degrees_and_sequence_parallelism(results, name, layer):
     wholes = [
-        whole([rank[0][name, case] for rank in results[degree]], case)
+        together([rank[0][name, case] for rank in results[degree]])
         for degree in DEGREES
         for case in (layer, layer._replace(sequence_parallel=True))
     ]
@@ -73,12 +67,11 @@ def test_one_result_for_all_degrees_and_sequence_parallelism(results, name, laye
 def test_they_agree_with_an_fp64_reference(results, name, column):
     layer = Layer(column, main_grad=False)
     x, weight, bias, dy = (tensor.double() for tensor in tensors(FORMATS[name], layer))
-    actual = whole([rank[0][name, layer] for rank in results[2]], layer)
+    actual = together([rank[0][name, layer] for rank in results[2]])
     tolerance = 1e-5 if FORMATS[name].dtype == torch.float32 else 1e-2
-    for result, exact in zip(
-        actual, (x @ weight.t() + bias, dy @ weight, dy[:, 0].t() @ x[:, 0], dy.sum((0, 1))), strict=True
-    ):
-        assert (result.double() - exact).norm() < tolerance * exact.norm()
+    exact = x @ weight.t() + bias, dy @ weight, dy[:, 0].t() @ x[:, 0], dy.sum((0, 1))
+    for part, correct in zip(NAMES, exact, strict=True):
+        assert (actual[part].double() - correct).norm() < tolerance * correct.norm()
 
 
 @pytest.mark.parametrize("name", PLAIN[2:])
@@ -91,10 +84,9 @@ def test_the_published_scheme_is_one_product_of_whole_tensors(results, name):
         product = fixed_tile_product(operands[0][:, 0], operands[1], torch.empty_like(x if column else dy)[:, 0])
         expected = product if column else product + bias
         gathered, tree = (
-            whole([rank[0][form, layer] for rank in results[4]], layer)
-            for form in (name, name.replace("gather", "tree"))
+            together([rank[0][form, layer] for rank in results[4]]) for form in (name, name.replace("gather", "tree"))
         )
-        assert same_bits(gathered[int(column)][:, 0], expected)
+        assert same_bits(gathered[summed][:, 0], expected)
         assert summed in unequal(gathered, tree)
 
 
@@ -119,3 +111,72 @@ def test_logits_may_be_changed_in_place():
     y.mul_(2.0)
     y.sum().backward()
     torch.testing.assert_close(x.grad, 2 * weight.detach().sum(0).expand_as(x))
+
+
+# --- a norm and the product after it as one function of autograd ---
+
+EPS, S, B, K, N = 1e-6, 16, 2, 64, 48
+WANTED = ((True, True, True), (True, False, False), (False, True, False), (False, False, True))
+
+
+def in_single_call(x, gain, weight, mesh, segments, slices, shards_of):
+    layer = linear.Column(mesh, segments, slices and mesh.size > 1)
+    return linear.norm_column_parallel(x, gain, weight, EPS, Norm(mesh, shards_of), layer)
+
+
+def separate(x, gain, weight, mesh, segments, slices, shards_of):
+    return linear.column_parallel(rms_norm(x, gain, EPS, mesh, shards_of), weight, mesh, segments, slices)
+
+
+def in_single_segment(x, gain, weight, mesh, segments, slices, shards_of):
+    return separate(x, gain, weight, mesh, 1, slices, shards_of)
+
+
+def step(mesh, form, dtype, slices, in_buffers, wanted):
+    """Output and gradients of a rank; two micro-batches where gradients are added in Megatron's buffers."""
+    generator = torch.Generator().manual_seed(7)
+    x, gain, weight, dy = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((S, B, K), (K,), (2 * N, K), (S, B, 2 * N))
+    )
+    half = dy[..., :N]  # sums over features that cancel show every order of additions
+    dy, weight = torch.cat((half, -half), 2), torch.cat((weight[:N], weight[:N] + weight[N:] / 64))
+    x = (x.chunk(mesh.size)[mesh.rank] if slices else x).clone()
+    leaves = [x, gain, sliced(weight, 0, mesh, 2).contiguous()]
+    for leaf, wants in zip(leaves, wanted, strict=True):
+        leaf.requires_grad_(wants)
+    if in_buffers:
+        for leaf in leaves[1:]:
+            leaf.main_grad = torch.zeros(leaf.shape)
+    shards_of = NormShards.SEQUENCE_SLICE if slices else NormShards.SEQUENCE_WHOLE
+    for _ in range(1 + in_buffers):
+        y = form(*leaves, mesh, 2, slices, shards_of)
+        y.backward(sliced(dy, 2, mesh, 2))
+    gradients = [leaf.grad for leaf in leaves]
+    return [y.detach(), gradients[0], *([leaf.main_grad for leaf in leaves[1:]] if in_buffers else gradients[1:])]
+
+
+def steps(mesh, *cases):
+    return [[step(mesh, form, *case) for form in (in_single_call, separate, in_single_segment)] for case in cases]
+
+
+def equal(a, b):
+    return all(x is y is None or same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+STEPS = [
+    (dtype, slices, in_buffers, WANTED[0])
+    for dtype in (torch.float32, torch.bfloat16)
+    for slices in (False, True)
+    for in_buffers in (False, True)
+]
+STEPS += [(torch.bfloat16, False, False, wanted) for wanted in WANTED[1:]]
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_one_function_has_the_bits_of_two(ranks):
+    """The control: the same with gate and up as one segment, whose sums have another order."""
+    for rank in on_ranks(ranks, 8, steps, *STEPS):
+        for (first, second, other), (*_, wanted) in zip(rank, STEPS, strict=True):
+            assert equal(first, second)
+            assert [gradient is not None for gradient in first[1:]] == [*wanted]
+            assert not wanted[0] or not equal(second, other)

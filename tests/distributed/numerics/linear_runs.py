@@ -1,13 +1,12 @@
-"""Column- and row-parallel layers with their biases in every format of operands, and what ranks hold put together."""
+"""Column- and row-parallel layers with their biases, in every format of operands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.distributed.ranks import joined, sliced
-from tests.operands import same_bits
+from tests.distributed.ranks import FIRST, Split, sliced
 from tp_invariant_recipes.kernels.products.quantize import E5M2
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.formats import plain
@@ -17,8 +16,9 @@ from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
 from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
-Same = Callable[[Tensor, Tensor], bool]
+Held = dict[str, tuple[Tensor, Split]]  # of a rank, as `together` takes it
 SHARDS, DEGREES = 4, (1, 2, 4)
+NAMES = ("output", "input gradient", "weight gradient", "bias gradient")
 K, N = 128, SHARDS * 128
 ALONE = VirtualMesh(SHARDS, 1, 0)
 
@@ -69,13 +69,13 @@ def tensors(form: Format, layer: Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return x.to(form.dtype), weight.to(form.dtype), bias.to(form.dtype), dy.to(form.dtype)
 
 
-def run(mesh: VirtualMesh, name: str, layer: Layer, operands: object = None) -> tuple[Tensor, ...]:
+def run(mesh: VirtualMesh, name: str, layer: Layer, operands: object = None) -> Held:
     """`trained` in this format."""
     form = FORMATS[name]
     return trained(mesh, layer, tensors(form, layer), operands or form.operands(mesh))
 
 
-def trained(mesh: VirtualMesh, layer: Layer, values: tuple[Tensor, ...], operands: object) -> tuple[Tensor, ...]:
+def trained(mesh: VirtualMesh, layer: Layer, values: tuple[Tensor, ...], operands: object) -> Held:
     """A rank's output, and its gradients of input, weight and bias. values: the whole x, weight, bias, dy."""
     x, weight, bias, dy = values
     column, segments, slices, main_grad = layer
@@ -87,34 +87,16 @@ def trained(mesh: VirtualMesh, layer: Layer, values: tuple[Tensor, ...], operand
         dy = dy.chunk(mesh.size)[mesh.rank] if slices else dy
     x, weight, bias = (leaf.clone().requires_grad_() for leaf in (x, weight, bias))
     if main_grad:
-        weight.main_grad, bias.main_grad = torch.ones(weight.shape), torch.ones(bias.shape)
+        weight.main_grad, bias.main_grad = torch.ones(weight.shape), torch.zeros(bias.shape)
     if column:
         y = column_bias(linear.column_parallel(x, weight, mesh, segments, slices, operands), bias)
     else:
         y = row_bias(linear.row_parallel(x, weight, mesh, slices, operands), bias, mesh, slices)
     y.backward(dy)
-    return y.detach(), x.grad, *(leaf.main_grad if main_grad else leaf.grad for leaf in (weight, bias))
-
-
-def whole(ranks: Sequence[tuple], layer: Layer, same: Same = same_bits) -> tuple[Tensor, ...]:
-    """What the ranks have, put together. same: compares what every rank has whole."""
-
-    def shared(parts: tuple[Tensor, ...]) -> Tensor:
-        assert all(same(part, parts[0]) for part in parts)
-        return parts[0]
-
-    y, dx, dw, db = zip(*ranks, strict=True)
-    if layer.column:
-        dx = torch.cat(dx) if layer.sequence_parallel else shared(dx)
-        return joined(y, 2, layer.segments), dx, joined(dw, 0, layer.segments), joined(db, 0, layer.segments)
-    if not layer.sequence_parallel:
-        return shared(y), joined(dx, 2), joined(dw, 1), shared(db)
-    # Megatron adds the gradients of a bias up: one rank has the sum.
-    assert not any((other - float(layer.main_grad)).count_nonzero() for other in db[1:])
-    return torch.cat(y), joined(dx, 2), joined(dw, 1), db[0]
-
-
-def unequal(first: tuple, other: tuple, same: Same = same_bits) -> list[str]:
-    """The names of what `whole` returns that have other bits."""
-    names = "output", "input gradient", "weight gradient", "bias gradient"
-    return [name for name, a, b in zip(names, first, other, strict=True) if not same(a, b)]
+    dw, db = (leaf.main_grad if main_grad else leaf.grad for leaf in (weight, bias))
+    along = 0 if slices else None
+    if not column:
+        of_bias = FIRST if slices else None  # Megatron adds the gradients of a bias up: one rank has the sum
+        return dict(zip(NAMES, ((y.detach(), along), (x.grad, 2), (dw, 1), (db, of_bias)), strict=True))
+    of_rows, of_y = ((dim, [part.shape[dim] // segments] * segments) for part, dim in ((weight, 0), (y, 2)))
+    return dict(zip(NAMES, ((y.detach(), of_y), (x.grad, along), (dw, of_rows), (db, of_rows)), strict=True))
