@@ -1,13 +1,9 @@
 """Clusters: what those that come with tpi say, a user's own tree, and a file that lies anywhere."""
 
-import tempfile
 from functools import partial
 from pathlib import Path
 
-import hydra
 import pytest
-from hydra import initialize_config_dir
-from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +13,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.settings.environment import recorded, settings
-from tp_invariant_recipes.settings.schema import takes_text
+from tp_invariant_recipes.settings.environment import settings
 
 
 def cluster(*overrides: str, device: str = "gpu") -> dict:
@@ -52,25 +47,6 @@ def test_a_cluster_says_what_its_nodes_are(name):
     assert variables is None or result["environment"] == {"TORCH_NCCL_HIGH_PRIORITY": "1", **variables}
 
 
-def test_this_machine_is_whatever_it_is():
-    result = cluster("cluster=local")
-    assert (result["gpus_per_node"], result["compute_capability"], result["environment"]) == (None, None, {})
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_clusters_variables_reach_the_ranks_and_are_recorded(name):
-    variables = cluster(f"cluster={name}")["environment"]
-    result = settings("gpu", {}, variables)
-    assert result == settings("gpu", {}) | variables
-    assert recorded(result).keys() >= variables.keys()
-
-
-@pytest.mark.parametrize("name", ("TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS"))
-def test_what_is_set_in_the_shell_wins(name):
-    variables = cluster("cluster=b300")["environment"]
-    assert settings("gpu", {name: "8"}, variables) == settings("gpu", {}) | variables | {name: "8"}
-
-
 def test_a_plan_has_them(tmp_path, no_gpus, monkeypatch):
     (tmp_path / "site.yaml").write_text("environment: {NCCL_DEBUG: WARN, TORCH_LOGS: x}\n")
     monkeypatch.setenv("TORCH_LOGS", "mine")
@@ -98,48 +74,6 @@ def test_nothing_in_a_file_is_called(tmp_path):
     (tmp_path / "site.yaml").write_text("".join(f"{name}: builtins.print\n" for name in names))
     for name, problem in zip(names, gpu_problems(f"cluster={tmp_path}/site.yaml"), strict=True):
         assert problem.startswith(f"cluster.{name}: no such field of ClusterSettings")
-
-
-def test_no_section_but_model_and_data_names_a_class():
-    sections = ("ledger", "train", "slurm")
-    problems = gpu_problems(*(f"{section}._target_=x.y" for section in sections))
-    for section in sections:
-        assert any(f"{section}._target_: no such field" in problem for problem in problems)
-
-
-TEXTS = {
-    "slurm.account": "12345",
-    "slurm.partition": "a,b",
-    "slurm.qos": "true",
-    "cluster.gpu_type": "100",
-    "cluster.container": "docker://images.example#nvidia/nemo:25.09",
-}
-
-
-@pytest.mark.parametrize("time", ("30", "4:00:00", "2-12", None))
-def test_texts_are_taken_as_typed(time):
-    typed = {"slurm.time": time} | (dict.fromkeys(TEXTS) if time is None else TEXTS)
-    assert all(map(takes_text, typed))
-    tree = compose(
-        "qwen3_toy", [f"{key}={'null' if value is None else value}" for key, value in typed.items()]
-    ).config.sections
-    assert {key: tree[key.split(".")[0]][key.split(".")[1]] for key in typed} == typed
-
-
-SECRETS = (
-    "WANDB_API_KEY", "hf_token", "MY_SECRET", "DB_PASSWORD", "AWS_CREDENTIALS", "NCCL_TOKENS", "HF_AUTH",
-    "AWS_PASSWD", "DB_PASS",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("value", ("hunter2", "'31337'", "31337"))
-def test_a_secret_in_a_file_is_refused_and_never_shown(tmp_path, value):
-    file = tmp_path / "site.yaml"
-    file.write_text("environment:\n" + "".join(f"  {name}: {value}\n" for name in SECRETS))
-    problems = gpu_problems(f"cluster={file}")
-    for name in SECRETS:
-        assert any(problem.startswith(f"cluster.environment.{name}: ") for problem in problems), name
-    assert not any(value.strip("'") in problem for problem in problems)
 
 
 # One's own
@@ -195,11 +129,6 @@ def test_a_file_may_hold_other_sections(site):
     assert (tree["slurm"]["time"], tree["slurm"]["account"]) == ("4:00:00", "mine")
 
 
-@pytest.mark.parametrize("text", ("name: own\n", "# @package _global_\ncluster: {name: own}\n"))
-def test_a_file_has_the_name_it_says(site, text):
-    assert cluster(site(text))["name"] == "own"
-
-
 def test_a_file_has_else_its_own(site):
     assert cluster(site("gpus_per_node: 4\n"))["name"] == "mysite"
     assert cluster(site(""))["name"] == "mysite"
@@ -212,16 +141,6 @@ def test_the_last_of_several_counts(site):
     assert cluster(mine, "cluster=h200")["name"] == "h200"
     assert cluster("cluster=h200", mine) == cluster(mine)
     assert cluster(site("gpus_per_node: 2\n", "other"), mine) == cluster(mine)
-
-
-def test_composing_leaves_nothing_behind(site):
-    before = cluster("cluster=h100")
-    mine = cluster(site(MINE))
-    hydra_tree._merged.cache_clear()
-    assert cluster("cluster=h100") == before
-    assert cluster(site(MINE)) == mine
-    with initialize_config_dir(str(conf_files.conf_dir()), version_base="1.3"), pytest.raises(HydraException):
-        hydra.compose("config", overrides=["cluster=mysite"])
 
 
 def test_a_changed_file_is_read_anew_and_the_same_one_is_not(site, monkeypatch):
@@ -277,8 +196,15 @@ def test_what_is_wrong_in_a_file_is_reported_with_everything_else(site, text, sa
     assert len(problems) == len(says) + 2
 
 
-# What cannot be read at all.
-UNREADABLE = (
+NO_SECTION = "cluster: a file puts a value where fields belong, as in cluster.FIELD"
+# What Hydra cannot compose, and the whole problem or its end.
+NOT_COMPOSED = (
+    ("# @package _global_\ncluster: 5\n", NO_SECTION),
+    ("# @package _global_\ncluster:\n", NO_SECTION),
+    ("# @package _global_\nhydra: {}\n", "hydra: no such section"),
+    ("defaults: [h10]\n", "Could not load 'cluster/h10'."),
+    ("environment: [A]\n", "Cannot merge DictConfig with ListConfig"),
+    ("gpu_type: ${nope.x}\n", "cluster.gpu_type: Interpolation key 'nope.x' not found"),
     ("a: [1\nb: 2\n", "not YAML: expected ',' or ']', but got ':', line 2"),
     ("a: 1\na: 2\n", "not YAML: found duplicate key a, line 2"),
     ("a: \t1\n\tb: 2\n", "not YAML: "),
@@ -290,32 +216,11 @@ UNREADABLE = (
 
 
 @anywhere
-@pytest.mark.parametrize("text, says", UNREADABLE, ids=[repr(text) for text, _ in UNREADABLE])
-def test_a_file_that_cannot_be_read_is_named(site, text, says):
-    mine = site(text)
-    first, second, *_ = gpu_problems("lr=fast", mine)
-    assert first.startswith("lr=fast")
-    assert f"mysite.yaml: {says}" in second
-
-
-NO_SECTION = "cluster: a file puts a value where fields belong, as in cluster.FIELD"
-# What Hydra cannot compose, and the whole problem or its end.
-NOT_COMPOSED = (
-    ("# @package _global_\ncluster: 5\n", NO_SECTION),
-    ("# @package _global_\ncluster:\n", NO_SECTION),
-    ("# @package _global_\nhydra: {}\n", "hydra: no such section"),
-    ("defaults: [h10]\n", "Could not load 'cluster/h10'."),
-    ("environment: [A]\n", "Cannot merge DictConfig with ListConfig"),
-    ("gpu_type: ${nope.x}\n", "cluster.gpu_type: Interpolation key 'nope.x' not found"),
-)
-
-
-@anywhere
 @pytest.mark.parametrize("text, says", NOT_COMPOSED)
 @pytest.mark.parametrize("more", ((), ("cluster.ranks_per_node=8",)))
 def test_what_cannot_be_composed_is_one_problem(site, text, says, more):
     (problem,) = gpu_problems(site(text), *more)
-    assert problem == says or (problem.endswith(says) and "mysite" in problem)
+    assert problem == says or (says in problem and "mysite" in problem)
 
 
 @pytest.mark.parametrize("path", ("/no/such.yaml", "no/such", "such.yaml", "such.yml", "~nobody-of-this-name/x.yaml"))
@@ -324,18 +229,6 @@ def test_a_file_that_is_not_there(path):
     assert first.startswith("cluster=/" if not path.startswith("~") else "cluster=")
     assert first.endswith(f"{path}: No such file or directory")
     assert second.startswith("tp=3")
-
-
-def test_a_folder_for_temporary_files_that_is_not_there(tmp_path, monkeypatch):
-    (tmp_path / "site.yaml").write_text("")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no"))
-    (problem,) = gpu_problems(f"cluster={tmp_path}/site.yaml")
-    assert problem.startswith(f"{tmp_path}/no/")
-    assert problem.endswith(": No such file or directory")
-
-
-def test_a_folder_is_no_file(tmp_path):
-    assert gpu_problems(f"cluster={tmp_path}/") == [f"cluster={tmp_path}: Is a directory"]
 
 
 def test_a_file_is_located_from_where_one_is_and_from_home(tmp_path, monkeypatch):
@@ -381,16 +274,6 @@ def test_other_groups_are_taken_from_it_as_well(own_clusters):
     (own_clusters.parent / "model" / "mine.yaml").write_text("# @package _global_\ndefaults: [qwen3_toy]\nmodle: {}\n")
     with pytest.raises(ConfigError, match="modle: no such section; did you mean 'model'"):
         compose("mine", device="cpu")
-
-
-def test_without_a_tree_there_are_tpis(monkeypatch, tmp_path):
-    assert conf_files.problems() == []
-    with_none = conf_files.groups()
-    conf_files.user_dir().mkdir(parents=True)
-    assert conf_files.groups() == with_none
-    monkeypatch.delenv("XDG_CONFIG_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert conf_files.user_dir() == tmp_path / ".config" / "tpi"
 
 
 # What would be passed over in silence: where it lies, what is said.

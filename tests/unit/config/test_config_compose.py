@@ -1,7 +1,7 @@
 """Composing a run: what ends up in the tree, which layer wins, and every mistake in one message."""
 
+import re
 import shutil
-import sys
 from pathlib import Path
 
 import hydra
@@ -13,7 +13,6 @@ from tests.models import sparing
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.config.overrides import texts
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
@@ -80,26 +79,6 @@ def test_hydras_plus_signs_change_nothing(override):
     assert compose("qwen3_toy", [override]).config.sections == compose("qwen3_toy", ["tp=2"]).config.sections
 
 
-# As typed, as meant: rules, interpolations and the identity build on the tree, so it must hold the field's own type.
-SPELLINGS = (
-    ("tp=2.0", "model.tensor_model_parallel_size", 2),
-    ('tp="2"', "model.tensor_model_parallel_size", 2),
-    ("iters=1e3", "train.train_iters", 1000),
-    ("lr=1", "optimizer.lr", 1.0),
-    ("lr=3e-3", "optimizer.lr", 0.003),
-    ("sp=off", "model.sequence_parallel", False),
-    ("sp=0", "model.sequence_parallel", False),
-    ("sp=True", "model.sequence_parallel", True),
-    ('parallel.data_parallel_size="1"', "parallel.data_parallel_size", 1),
-)
-
-
-@pytest.mark.parametrize("override, path, value", SPELLINGS, ids=[row[0] for row in SPELLINGS])
-def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, path, value):
-    result = at(compose("qwen3_toy", ["tp=2", override]).config.sections, path)
-    assert (type(result), result) == (type(value), value)
-
-
 def test_spelling_does_not_distinguish_runs():
     a, b = (identity(compose("qwen3_toy", [o]).config, None) for o in ("optimizer.lr=1", "lr=1.0"))
     assert a == b
@@ -109,13 +88,6 @@ def test_spelling_does_not_distinguish_runs():
 def test_of_repeated_keys_the_last_counts():
     tree = compose("qwen3_toy", ["tp=3", "tp=4", "tp=2"]).config.sections
     assert tree["model"]["tensor_model_parallel_size"] == 2
-
-
-def test_the_overrides_are_kept_as_typed():
-    typed = ["tp=2", "numerics=stock", "lr=1"]
-    composed = compose("qwen3_toy", typed, device="cpu")
-    assert texts(composed.overrides) == tuple(typed)
-    assert composed.model == "qwen3_toy"
 
 
 def test_compositions_do_not_touch_each_other():
@@ -194,14 +166,6 @@ def test_the_model_wins_over_config_yaml_and_the_command_line_over_both():
     assert compose("qwen3_toy", ["lr=0.1"]).config.section("optimizer")["lr"] == 0.1
 
 
-def test_the_device_wins_over_the_model_and_the_command_line_over_it():
-    assert compose("qwen3_8b", device="gpu").config.model["bias_activation_fusion"] is True
-    assert compose("qwen3_8b", device="cpu").config.model["bias_activation_fusion"] is False
-    tree = compose("qwen3_moe_toy", device="gpu").config.sections
-    assert tree["model"]["moe_grouped_gemm"] is True
-    assert compose("qwen3_moe_toy", device="cpu").config.model["moe_grouped_gemm"] is False
-
-
 @pytest.fixture
 def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of conf/ that a test may change."""
@@ -250,29 +214,20 @@ def test_fields_that_follow_others(override, path, value):
     assert at(compose("qwen3_toy", [override]).config.sections, path) == value
 
 
-AS_TYPED = ("~/books", "/a=b/c", "/a (b)/c", "/a,b", "a b", "/x/[1]{2}", "it's", 'say "hi"', "C:\\x", "#1", "ünï/文")
-
-
-@pytest.mark.parametrize("path", AS_TYPED)
-def test_a_path_is_taken_as_typed(path):
-    keys = ("run.dir", "data.path", "data.cache", "data.tokenizer")
-    tree = compose("qwen3_toy", ["data=text", *(f"{key}={path}" for key in keys)]).config.sections
-    assert [at(tree, key) for key in keys] == [path] * len(keys)
-
-
 # Hydra's grammar would refuse, split or reckon with each of these.
 TEXTS = (
     "lr=1e-3", "run#1", "é", "本文", "2024_01_15", "a,b", "30", "true", "[a]", "{a: b}", "x:y", "~", "a b", "'", '"x',
+    "~/books", "/a=b/c", "/a (b)/c", "/x/[1]{2}", "it's", 'say "hi"', "C:\\x", "#1", "ünï/文",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_field_of_text_has_the_text_as_typed(text):
-    """Ours by a short key and by its path, a variable of the ranks, and fields of Bridge's with and without null."""
-    keys = ("name", "data.json_key", "cluster.environment.A", "tokenizer.vocab_file", "dataset.split")
-    typed = compose("qwen3_toy", [*(f"{key}={text}" for key in keys), "logging=mlflow", "data=text", "data.path=x"])
-    paths = ("logging.name", *keys[1:])
-    assert [at(typed.config.sections, path) for path in paths] == [text] * len(keys)
+    """Ours by a short key and by its path, paths, a variable of the ranks, Bridge's with and without null."""
+    keys = ("name", "run.dir", "data.path", "data.cache", "data.tokenizer", "data.json_key", "slurm.account")
+    keys += ("cluster.environment.A", "tokenizer.vocab_file", "dataset.split")
+    typed = compose("qwen3_toy", [*(f"{key}={text}" for key in keys), "logging=mlflow", "data=text"])
+    assert [at(typed.config.sections, path) for path in ("logging.name", *keys[1:])] == [text] * len(keys)
 
 
 def test_a_path_may_be_quoted_or_null():
@@ -337,31 +292,10 @@ def test_a_folder_in_the_models_place_is_called_what_it_is(tmp_path):
 
 
 def test_all_mistakes_are_reported_at_once():
-    overrides = [
-        "tpp=2",
-        "lr=fast",
-        "numerics=magic",
-        "tp=1,2",
-        "run.dri=x",
-        "pp=3",
-        "gbs=3",
-        "mbs=2",
-        "data=text",
-        "~sp",
-    ]
-    problems = listed_problems(*overrides)
-    for beginning in (
-        "tpp=2: unknown key",
-        "lr=fast: peak learning rate",
-        "numerics=magic: unknown numerics",
-        "tp=1,2: one run takes one value",
-        "~sp: fields cannot be deleted",
-        "run.dri: no such field",
-        "pp=3 does not divide model.num_layers=2",
-        "gbs=3 is not a multiple",
-        "data=text needs data.path",
-    ):
-        assert sum(problem.startswith(beginning) for problem in problems) == 1, beginning
+    typed = "tpp=2 lr=fast numerics=magic tp=1,2 run.dri=x pp=3 gbs=3 mbs=2 data=text ~sp"
+    problems = listed_problems(*typed.split())
+    for key in ("tpp=2", "lr=fast", "numerics=magic", "tp=1,2", "~sp", "run.dri", "pp=3", "gbs=3", "data=text"):
+        assert sum(re.split(r": | (?:does|is|needs) ", problem)[0] == key for problem in problems) == 1, key
     assert len(problems) == 9
 
 
@@ -391,20 +325,3 @@ def test_a_program_that_hydra_runs_may_compose_and_keeps_its_own(tmp_path):
     with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert compose("qwen3_toy", ["tp=2"], device="cpu").config.layout.tp == 2
         assert hydra.compose("config") == {"own": 1}
-
-
-def test_plugins_of_hydra_that_others_install_are_not_imported(monkeypatch, tmp_path):
-    from hydra.core.plugins import Plugins
-    from hydra.core.singleton import Singleton
-
-    folder = tmp_path / "hydra_plugins" / "foreign"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "hydra_plugins", raising=False)
-    monkeypatch.delitem(Singleton._instances, Plugins, raising=False)
-    hydra_tree._merged.cache_clear()
-    compose("qwen3_toy", device="cpu")
-    monkeypatch.delitem(Singleton._instances, Plugins, raising=False)
-    with pytest.raises(SystemExit, match="imported"):  # what Hydra does by itself
-        Plugins()

@@ -91,53 +91,27 @@ def test_an_unset_decay_is_as_long_as_the_run():
 
 
 # All that conf/ sets in the sections of the identity and that is left out of it.
+_OMITTED = """
+model: _target_ apply_rope_fusion attention_backend attention_softmax_in_fp32 batch_p2p_comm
+    bias_activation_fusion bias_dropout_fusion context_parallel_size cross_entropy_loss_fusion cuda_graph_impl
+    cuda_graph_modules cuda_graph_warmup_steps deterministic_mode disable_bf16_reduced_precision_matmul
+    expert_model_parallel_size expert_tensor_parallel_size gradient_accumulation_fusion masked_softmax_fusion
+    moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap moe_token_dispatcher_type overlap_p2p_comm
+    persist_layer_norm pipeline_model_parallel_size recompute_granularity sequence_parallel
+    tensor_model_parallel_size transformer_impl use_fused_weighted_squared_relu use_te_rng_tracker
+    virtual_pipeline_model_parallel_size
+rng: te_rng_tracker
+dataset: create_attention_mask num_workers
+ddp: average_in_collective check_for_nan_in_grad data_parallel_sharding_strategy overlap_grad_reduce
+    overlap_param_gather use_distributed_optimizer
+optimizer: overlap_param_gather use_distributed_optimizer
+scheduler: override_opt_param_scheduler
+train: exit_signal_handler manual_gc manual_gc_interval micro_batch_size train_iters
+"""
 OMITTED = {
-    *(f"model.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
-    "model.batch_p2p_comm",
-    "model.overlap_p2p_comm",
-    "model.virtual_pipeline_model_parallel_size",
-    *(f"model.{name}_parallel_size" for name in ("expert_model", "expert_tensor")),
-    "model._target_",
-    "model.apply_rope_fusion",
-    "model.attention_backend",
-    "model.attention_softmax_in_fp32",
-    "model.bias_activation_fusion",
-    "model.bias_dropout_fusion",
-    "model.cross_entropy_loss_fusion",
-    "model.cuda_graph_impl",
-    "model.cuda_graph_modules",
-    "model.cuda_graph_warmup_steps",
-    "model.use_te_rng_tracker",
-    "rng.te_rng_tracker",
-    "model.deterministic_mode",
-    "model.gradient_accumulation_fusion",
-    "model.disable_bf16_reduced_precision_matmul",
-    "model.masked_softmax_fusion",
-    "model.moe_grouped_gemm",
-    "model.moe_permute_fusion",
-    "model.moe_shared_expert_overlap",
-    "model.moe_token_dispatcher_type",
-    "model.persist_layer_norm",
-    "model.recompute_granularity",
-    "model.sequence_parallel",
-    "model.transformer_impl",
-    "model.use_fused_weighted_squared_relu",
-    "dataset.num_workers",
-    "dataset.create_attention_mask",
-    "ddp.average_in_collective",
-    "ddp.check_for_nan_in_grad",
-    "ddp.data_parallel_sharding_strategy",
-    "ddp.overlap_grad_reduce",
-    "ddp.overlap_param_gather",
-    "ddp.use_distributed_optimizer",
-    "optimizer.overlap_param_gather",
-    "optimizer.use_distributed_optimizer",
-    "scheduler.override_opt_param_scheduler",
-    "train.exit_signal_handler",
-    "train.micro_batch_size",
-    "train.manual_gc",
-    "train.manual_gc_interval",
-    "train.train_iters",
+    f"{section}.{field}"
+    for section, fields in (line.split(":") for line in _OMITTED.replace("\n    ", " ").strip().splitlines())
+    for field in fields.split()
 }
 
 

@@ -50,12 +50,6 @@ def test_a_reserved_key_is_refused_in_every_spelling(command, field):
         assert sound == []
 
 
-def test_other_keys_stay():
-    given = [parse(text) for text in ("tp=2", "launcher.nodes=2", "numerics.initial_weights=invariant", "no override")]
-    for command in overrides.RESERVED:
-        assert overrides.check_reserved(command, given) == ([], given)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("text", ("launcher=local", "launcher.kind=local", "++launcher.kind=local"))
 def test_the_command_says_so(cli, here, no_gpus, command, text):
