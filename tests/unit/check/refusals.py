@@ -88,7 +88,6 @@ def _families(table: str) -> Iterator[tuple[str, Family]]:
         yield name, Family(run, refused, *neighbours, typed="typed" in flags, or_stock="or_stock" in flags)
 
 
-OTHER_MODES = ("gather", "portable")
 OF_TREE = ("optimizer.optimizer=sgd", "precision=fp32", "optimizer.use_distributed_optimizer=true")
 OF_TREES_EXPERTS = ("model.moe_router_dtype=fp32", "model.moe_expert_capacity_factor=1.0")
 

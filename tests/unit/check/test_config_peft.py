@@ -19,14 +19,6 @@ _LATENTS = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "li
 LATENT = ("deepseek_v3_toy", _LATENTS)
 
 
-@pytest.mark.parametrize("device", ("cpu", "gpu"))
-@pytest.mark.parametrize("model", ("qwen3_8b", "llama32_1b", "qwen25_7b"))
-def test_dense_models_are_covered(model, device):
-    tree = compose(model, [*BASE, "tp=2", "peft.dim=16"], device=device).config
-    assert tree.numerics.mode == "tree"
-    assert tree.section("peft")["dim"] == 16
-
-
 def _adapting(model, *targets, **fields):
     stock = [*BASE, "numerics=stock", "model.moe_router_bias_update_rate=0"]
     tree = compose(model, stock, device="cpu").config

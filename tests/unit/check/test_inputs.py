@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import hf_folders
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
@@ -48,14 +47,6 @@ def test_settings_and_files_that_are_wrong_come_in_one_list(cli, here, no_gpus, 
         assert say in ended.err
 
 
-def test_weights_of_another_size_stand_in_the_same_list(cli, here, no_gpus):
-    hf_folders.make(here / "other", hf_folders.model_section("qwen3_toy", "model.num_layers=1"))
-    ended = cli("train", "qwen3_toy", "device=cpu", "weights=other", "tp=3", "data=text", "data.path=none")
-    assert (ended.status, ended.out) == (2, "")
-    for name in ("tp=3 does not divide", "its num_hidden_layers is 1; model.num_layers=1", "data.tokenizer=byte"):
-        assert name in ended.err
-
-
 def test_a_run_that_goes_on_needs_no_weights(here):
     """Its checkpoint has them; a new run with the same command does not begin."""
     request = RunRequest(
@@ -78,16 +69,8 @@ def test_files_of_a_job_are_listed_with_its_settings(cli, here, no_gpus):
 
 
 NAMED = {
-    "one document of two parts": (
-        {"blend": [["one"], None]},
-        "99,1,0",
-        "without a document: one has 1 in all",
-    ),
-    "in a blend": (
-        {"blend": [["nine", "one"], [0.5, 0.5]]},
-        "90,10",
-        "without a document: one has 1 in all",
-    ),
+    "one document of two parts": ({"blend": [["one"], None]}, "99,1,0", "without a document: one has 1 in all"),
+    "in a blend": ({"blend": [["nine", "one"], [0.5, 0.5]]}, "90,10", "without a document: one has 1 in all"),
     "data_path with weights": ({"data_path": "0.5 nine 0.5 one"}, "90,10", "without a document: one has 1 in all"),
     "missing": ({"blend": [["none"], None]}, "1", "none.bin and .idx are no dataset of Megatron: No such file"),
     "of a part": ({"blend_per_split": [[["one"], None], [["none"], None], None]}, None, "none.bin and .idx are no"),

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.check.hosts.machine import RULES, PendingRun
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
@@ -58,30 +57,3 @@ def test_a_missing_package_is_one_sentence(monkeypatch, kind):
     (problem,) = map(str, broken_rules(PendingRun(config), RULES))
     assert problem.startswith(f"logging={kind} needs {needed.DISTRIBUTIONS[SERVICES[kind].module]}, which")
     assert f"pip install 'tp-invariant-recipes[{SERVICES[kind].extra}]'" in problem
-
-
-def test_a_command_ends_with_that_sentence(cli, tmp_path, monkeypatch, no_gpus):
-    monkeypatch.chdir(tmp_path)
-    there = needed.there
-    monkeypatch.setattr(needed, "there", lambda module: module != "mlflow" and there(module))
-    ended = cli("train", "qwen3_toy", "logging=mlflow")
-    assert ended.status == 2
-    assert ended.err.startswith("error: logging=mlflow needs mlflow-skinny, which is not installed here: pip install")
-    assert not (tmp_path / "runs").exists()
-
-
-SECRETS = (
-    ("logger.comet_api_key=hunter2", "logger.comet_api_key: a secret"),
-    (
-        "logger.mlflow_tracking_uri='http://me:hunter2@mlflow.example.com'",
-        "logger.mlflow_tracking_uri: holds what looks like a secret",
-    ),
-)
-
-
-@pytest.mark.parametrize("override, says", SECRETS)
-def test_a_secret_is_refused_without_its_value(override, says):
-    kind = "comet" if "comet" in override else "mlflow"
-    (problem,) = problems_of(f"logging={kind}", override)
-    assert problem.startswith(says)
-    assert "hunter2" not in problem

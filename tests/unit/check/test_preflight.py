@@ -7,8 +7,7 @@ import re
 import pytest
 
 from tp_invariant_recipes.check.hosts import machine
-from tp_invariant_recipes.check.hosts.machine import LAYERS, PendingRun, check_start
-from tp_invariant_recipes.check.rule import broken_rules
+from tp_invariant_recipes.check.hosts.machine import PendingRun, check_start
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError, lines, refuse
 from tp_invariant_recipes.machine import gpus
@@ -44,92 +43,48 @@ def preflight_problems(folder, model, *overrides, device="gpu") -> list[str]:
     return lines if len(lines) == 1 else [line.removeprefix("  - ") for line in lines[1:]]
 
 
-def test_a_machine_that_has_all(machine_with, tmp_path):
-    machine_with([H200] * 8)
-    preflight_check(tmp_path, "qwen3_8b", "tp=4", "dp=2", "gbs=2", "save=10")
-    preflight_check(tmp_path, "nemotron3_nano", "cluster=h200")
-    machine_with([H200] * 4, installed=("transformer-engine",))
-    preflight_check(tmp_path, "qwen3_8b", "tp=4")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_cpu_needs_neither_gpus_nor_their_packages(machine_with, tmp_path):
-    machine_with(installed=())
-    preflight_check(tmp_path, "qwen3_toy", "tp=8", "dp=2", device="cpu")
-
-
-def test_too_few_gpus(machine_with, tmp_path):
-    machine_with([H200] * 4)
-    assert preflight_problems(tmp_path, "qwen3_8b", "tp=4", "dp=2", "gbs=2") == [
-        "tp=4 * pp=1 * cp=1 * dp=2 = 8 ranks, but this machine has 4 GPUs; lower one of them"
-    ]
-    assert preflight_problems(tmp_path, "qwen3_8b", "tp=2", "cp=2", "pp=2") == [
-        "tp=2 * pp=2 * cp=2 * dp=1 = 8 ranks, but this machine has 4 GPUs; lower one of them"
-    ]
-
-
-def test_no_gpu_at_all(machine_with, tmp_path):
-    machine_with()
-    assert preflight_problems(tmp_path, "qwen3_8b", "tp=4") == [
-        "device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)"
-    ]
-
-
-@pytest.mark.parametrize(
-    "model, installed, missing",
+TE, ALL = ("transformer-engine",), ("transformer-engine", "mamba-ssm")
+MUON = "qwen3_toy optimizer.optimizer=muon device=cpu"
+# GPUs and packages of a machine, a run, and of each problem its rule and words of it.
+LACKING = (
+    ([H200] * 8, ALL, "qwen3_8b tp=4 dp=2 gbs=2 save=10", ()),
+    ([H200], ALL, "nemotron3_nano cluster=h200", ()),
+    ([H200] * 4, TE, "qwen3_8b tp=4", ()),
+    ([], (), "qwen3_toy tp=8 dp=2 device=cpu", ()),
+    ([H200] * 4, TE, "qwen3_8b tp=4 dp=2 gbs=2", ("gpus: tp=4 * pp=1 * cp=1 * dp=2 = 8 ranks",)),
+    ([H200] * 4, TE, "qwen3_8b tp=2 cp=2 pp=2", ("gpus: this machine has 4 GPUs; lower one of them",)),
+    ([], TE, "qwen3_8b tp=4", ("gpus: this machine shows no GPU; device=cpu",)),
+    ([H200], (), "qwen3_8b", ("gpus: Transformer Engine, which is not installed: make gpu",)),
+    ([H200], TE, "nemotron3_nano", ("gpus: mamba-ssm, which is not installed: make gpu",)),
+    ([H200], (), "nemotron3_nano", ("gpus: Transformer Engine", "gpus: mamba-ssm")),
+    ([], (), MUON, ("optimizer: optimizer.optimizer=muon needs emerging-optimizers",)),
+    ([], ("emerging-optimizers",), MUON, ()),
+    ([], (), "qwen3_toy model.gradient_accumulation_fusion=true device=cpu", ("apex: needs Apex",)),
+    ([H200], ALL, "qwen3_next_toy", ("gpus: flash-linear-attention",)),
+    ([H200], ALL, "qwen3_next_toy numerics=tree", ()),
     (
-        ("qwen3_8b", (), ["Transformer Engine"]),
-        ("nemotron3_nano", ("transformer-engine",), ["mamba-ssm"]),
-        ("nemotron3_nano", (), ["Transformer Engine", "mamba-ssm"]),
+        [B300, H200],
+        TE,
+        "qwen3_8b cluster=h200",
+        ("gpus: cluster=h200 is of other GPUs than this machine's NVIDIA B300",),
     ),
+    ([B300, H200], TE, "qwen3_8b cluster=b300", ("gpus: other GPUs than this machine's NVIDIA H200",)),
+    ([B300, H200], TE, "qwen3_8b cluster=local", ()),
+    ([], (), "qwen3_toy cluster=h100 device=cpu", ("gpus: cluster=h100 is of GPU nodes and device=cpu",)),
 )
-def test_missing_packages(machine_with, tmp_path, model, installed, missing):
-    machine_with([H200], installed=installed)
-    problems = preflight_problems(tmp_path, model)
-    assert len(problems) == len(missing)
-    for problem, name in zip(problems, missing, strict=True):
-        assert f"{name}, which is not installed: make gpu" in problem
 
 
-def test_muon_needs_its_package_on_a_cpu_too(machine_with, tmp_path):
-    machine_with(installed=())
-    assert preflight_problems(tmp_path, "qwen3_toy", "optimizer.optimizer=muon", device="cpu") == [
-        "optimizer.optimizer=muon needs emerging-optimizers, which is not installed: make, or pip install "
-        "emerging-optimizers in a container (tpi doctor)"
-    ]
-    machine_with(installed=("emerging-optimizers",))
-    preflight_check(tmp_path, "qwen3_toy", "optimizer.optimizer=muon", device="cpu")
-
-
-def test_gradients_are_added_in_place_with_apex_only():
-    config = compose("qwen3_toy", ["model.gradient_accumulation_fusion=true"], device="cpu").config
-    (message,) = lines(broken_rules(PendingRun(config), LAYERS))
-    assert message.startswith("model.gradient_accumulation_fusion=true: Megatron-Core's output layer needs Apex for it")
-
-
-def test_stock_delta_nets_need_their_kernels(machine_with, tmp_path):
-    machine_with([H200])
-    (message,) = preflight_problems(tmp_path, "qwen3_next_toy")
-    assert "flash-linear-attention, which is not installed" in message
-    preflight_check(tmp_path, "qwen3_next_toy", "numerics=tree")
-
-
-def test_a_cluster_of_other_gpus(machine_with, tmp_path):
-    machine_with([B300, H200])
-    assert preflight_problems(tmp_path, "qwen3_8b", "cluster=h200") == [
-        "cluster=h200 is of other GPUs than this machine's NVIDIA B300"
-    ]
-    assert preflight_problems(tmp_path, "qwen3_8b", "cluster=b300") == [
-        "cluster=b300 is of other GPUs than this machine's NVIDIA H200"
-    ]
-    preflight_check(tmp_path, "qwen3_8b", "cluster=local")
-
-
-def test_a_cluster_has_gpus(machine_with, tmp_path):
-    machine_with()
-    assert preflight_problems(tmp_path, "qwen3_toy", "cluster=h100", device="cpu") == [
-        "cluster=h100 is of GPU nodes and device=cpu"
-    ]
+@pytest.mark.parametrize("cards, packages, words, says", LACKING)
+def test_what_a_machine_lacks(machine_with, tmp_path, cards, packages, words, says):
+    machine_with(cards, installed=packages)
+    model, *overrides = words.split()
+    config = compose(model, ["numerics=stock", *overrides], device="gpu").config
+    found = check_start(PendingRun(config, run_dir=RunDir(tmp_path / "run")))
+    assert [problem.rule for problem in found] == [line.partition(":")[0] for line in says]
+    assert [
+        line for problem, line in zip(found, says, strict=True) if line.partition(": ")[2] not in str(problem)
+    ] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def needed(folder, machine, *command, device="gpu") -> int:
@@ -144,10 +99,6 @@ def needed(folder, machine, *command, device="gpu") -> int:
     assert problem.startswith(f"{folder}/run has {mib - 1:.1f} MiB free and this run writes at least {mib} MiB; free")
     assert problem.endswith(", set run.dir=PATH on another disk" + (", or save=0" if "save=10" in command else ""))
     return mib
-
-
-def test_a_disk_that_is_too_small(machine_with, tmp_path):
-    assert 1 < needed(tmp_path, machine_with, "qwen3_toy", device="cpu") < 100
 
 
 def test_the_index_of_short_sequences_is_counted(machine_with, tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.rules import limits_of
-from tests.unit.check.refusals import problems
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -62,5 +61,16 @@ def test_a_gpu_has_the_layers_and_the_optimizer_of_a_cpu(model):
         assert {name for name in {*first, *second} if first.get(name) != second.get(name)} <= differing, section
 
 
-def test_models_that_are_covered():
-    assert problems("qwen3_0p6b numerics=portable tp=2") == []
+LORA = "peft=lora checkpoint.pretrained_checkpoint=base tp=2 peft.dim=16"
+# Toys are trained: tests/distributed/layouts.
+COVERED = (
+    "qwen3_0p6b numerics=portable tp=2",
+    *(f"{model} tp=8 dp=2 ep=16 gbs=2" for model in ("deepseek_v3", "moonlight_16b_a3b", "kimi_k2")),
+    *(f"{model} {at}" for model in ("qwen3_30b_a3b", "nemotron3_nano") for at in ("tp=2 ep=2", "dp=2 ep=2 gbs=2")),
+    *(f"{model} {LORA}" for model in ("qwen3_8b", "llama32_1b", "qwen25_7b")),
+)
+
+
+@pytest.mark.parametrize("words", COVERED)
+def test_models_that_are_covered(words):
+    composed(words)

@@ -12,7 +12,7 @@ from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS, Head
 from tp_invariant_recipes.numerics.layers.attention import HeadExchange
 from tp_invariant_recipes.numerics.sums import data_shards
 from tp_invariant_recipes.observe.placement import Site
-from tp_invariant_recipes.sizing import memory, room
+from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GRADIENTS
 
 
@@ -21,19 +21,29 @@ def composed_config(*overrides, model="qwen3_toy"):
 
 
 @pytest.mark.parametrize(
-    "overrides, shards",
+    "key, overrides, shards",
     (
-        ((), 1),
-        (("dp=4", "gbs=8"), 4),
-        (("dp=2", "gbs=8", "numerics.data_shards=8"), 8),
-        (("dp=2", "gbs=8", "numerics=gather"), 2),
-        (("dp=2", "gbs=8", "numerics=stock"), None),
+        (DATA_SHARDS, (), 1), (DATA_SHARDS, ("dp=4", "gbs=8"), 4), (DATA_SHARDS, ("numerics=stock",), None),
+        (DATA_SHARDS, ("dp=2", "gbs=8", "numerics.data_shards=8"), 8),
+        (DATA_SHARDS, ("dp=2", "gbs=8", "numerics=gather"), 2),
+        (CONTEXT_SHARDS, (), 1), (CONTEXT_SHARDS, ("cp=4",), 4), (CONTEXT_SHARDS, ("numerics=stock",), None),
+        (CONTEXT_SHARDS, ("cp=2", "numerics.context_shards=4"), 4),
     ),
-)
-def test_the_default_is_dp(overrides, shards):
-    result = composed_config(*overrides)
-    assert result.numerics.data_shards == shards
-    assert identity(result, None).get(DATA_SHARDS) == shards
+)  # fmt: skip
+def test_the_default_is_the_degree(key, overrides, shards):
+    config = composed_config(*overrides)
+    assert config.at(key) == shards
+    assert identity(config, None).get(key) == shards
+
+
+@pytest.mark.parametrize("key", (DATA_SHARDS, CONTEXT_SHARDS))
+def test_runs_of_other_shards_are_not_comparable_and_the_key_is_named(key):
+    two, four, stock = (Header(identity={"rng.seed": 1} | shards) for shards in ({key: 2}, {key: 4}, {}))
+    (difference,) = identity_differences(two, four)
+    assert (difference.field, difference.a, difference.b) == (key, "2", "4")
+    assert identity_differences(two, stock) == ()
+    line = verdict_line(compare(ledger(header=two), ledger(header=four)))
+    assert line.endswith(f"{key} is 2 and 4; train both with {key}=4")
 
 
 def test_micro_batches_are_no_part_of_the_identity():
@@ -44,38 +54,13 @@ def test_micro_batches_are_no_part_of_the_identity():
         assert first == second
 
 
-def _header_with(**fields):
-    return Header(identity={"rng.seed": 1} | fields)
-
-
-def test_runs_of_other_data_shards_are_not_comparable():
-    (difference,) = identity_differences(_header_with(**{DATA_SHARDS: 2}), _header_with(**{DATA_SHARDS: 4}))
-    assert (difference.field, difference.a, difference.b) == (DATA_SHARDS, "2", "4")
-
-
-def test_stock_runs_are_comparable_with_any():
-    assert identity_differences(_header_with(**{DATA_SHARDS: 2}), _header_with()) == ()
-
-
 @pytest.mark.parametrize("sequences, less", ((16, 0), (8, 1)))
 def test_memory_grows_with_log2_of_the_shards_of_a_rank(sequences, less):
     """less: gradients that shards of one sequence save."""
-    first, second, eight, four_ranks, two_ranks = (
-        memory.estimate(composed_config(f"gbs={sequences}", *overrides)).parts[GRADIENTS]
-        for overrides in (
-            (),
-            ("numerics.data_shards=2",),
-            ("numerics.data_shards=8",),
-            ("dp=4", "numerics.data_shards=8"),
-            ("dp=2", "numerics.data_shards=8"),
-        )
-    )
-    assert (second, eight, four_ranks, two_ranks) == (
-        2 * first,
-        (4 - less) * first,
-        (2 - less) * first,
-        (3 - less) * first,
-    )
+    rows = ("", "numerics.data_shards=2", *(f"dp={dp} numerics.data_shards=8" for dp in (1, 4, 2)))
+    configs = (composed_config(f"gbs={sequences}", *row.split()) for row in rows)
+    first, *others = (memory.estimate(config).parts[GRADIENTS] for config in configs)
+    assert others == [2 * first, (4 - less) * first, (2 - less) * first, (3 - less) * first]
 
 
 def test_memory_of_expert_groups():
@@ -102,60 +87,11 @@ def test_a_micro_batch_of_several_takes_the_memory_of_one():
         assert (four > single) is grows
 
 
-def test_a_comparison_names_the_key():
-    two, four = (ledger(header=_header_with(**{DATA_SHARDS: shards})) for shards in (2, 4))
-    line = verdict_line(compare(two, four))
-    assert line.endswith(f"{DATA_SHARDS} is 2 and 4; train both with {DATA_SHARDS}=4")
-
-
-@pytest.mark.parametrize(
-    "overrides, says, says_not",
-    (
-        (("numerics.data_shards=8",), "raise dp= towards numerics.data_shards=8", "lower mbs="),
-        (("dp=8", "mbs=1"), "lower seq=", "towards numerics.data_shards"),
-        (("numerics=stock", "mbs=4"), "lower mbs= or seq=", "towards numerics.data_shards"),
-    ),
-)
-def test_a_run_that_does_not_fit_is_told_what_lowers_its_memory(overrides, says, says_not):
-    config = composed_config("gbs=8", *overrides)
-    ways = "; ".join(room._ways(config, memory.estimate(config)))
-    assert says in ways
-    assert says_not not in ways
-
-
-def config_of(*overrides, model="qwen3_toy", device="cpu"):
-    return composed(model, overrides, device=device).config
-
-
-@pytest.mark.parametrize(
-    "overrides, shards",
-    (
-        ((), 1), (("cp=4",), 4), (("cp=2", "numerics.context_shards=4"), 4), (("numerics=stock",), None),
-    ),
-)  # fmt: skip
-def test_the_default_is_cp(overrides, shards):
-    result = config_of(*overrides)
-    assert result.numerics.context_shards == shards
-    assert identity(result, None).get(CONTEXT_SHARDS) == shards
-
-
 def test_a_rank_keeps_a_gradient_of_each_shard():
     of_gradients = [
-        memory.estimate(config_of(f"cp={cp}", "numerics.context_shards=4")).parts[GRADIENTS] for cp in (1, 2, 4)
+        memory.estimate(composed_config(f"cp={cp}", "numerics.context_shards=4")).parts[GRADIENTS] for cp in (1, 2, 4)
     ]
     assert of_gradients[0] == 2 * of_gradients[1] == 4 * of_gradients[2]
-
-
-def _header(*overrides):
-    return Header(identity=identity(config_of(*overrides), None))
-
-
-def test_runs_of_other_shards_are_not_comparable_and_the_key_is_named():
-    first, second, stock = _header(), _header("numerics.context_shards=2"), _header("numerics=stock")
-    assert [difference.field for difference in identity_differences(first, second)] == [CONTEXT_SHARDS]
-    assert identity_differences(second, stock) == ()
-    message = verdict_line(compare(ledger(header=first), ledger(header=second)))
-    assert message.endswith("numerics.context_shards is 1 and 2; train both with numerics.context_shards=2")
 
 
 def _zigzag(length, ranks, rank):
@@ -165,24 +101,15 @@ def _zigzag(length, ranks, rank):
 
 
 @pytest.mark.parametrize("cp", (1, 2, 4))
-def test_at_c_equal_to_cp_the_cut_is_megatrons(cp):
+def test_context_parallel_ranks_hold_consecutive_shards(cp):
+    """With as many shards as ranks the cut is Megatron's. A trace places a rank's positions so."""
+    whole = torch.cat([_zigzag(32, 4, shard) for shard in range(4)])
+    held = [data_shards.positions(32, 4, cp, rank) for rank in range(cp)]
+    assert torch.equal(torch.cat(held), whole)
     for rank in range(cp):
         assert torch.equal(data_shards.positions(32, cp, cp, rank), _zigzag(32, cp, rank))
-
-
-@pytest.mark.parametrize("cp", (1, 2, 4))
-def test_a_rank_holds_consecutive_shards(cp):
-    whole = torch.cat([_zigzag(32, 4, shard) for shard in range(4)])
-    assert torch.equal(torch.cat([data_shards.positions(32, 4, cp, rank) for rank in range(cp)]), whole)
-    assert whole.sort().values.tolist() == list(range(32))
-
-
-@pytest.mark.parametrize("cp", (1, 2, 4))
-def test_a_trace_places_them_so(cp):
-    for rank in range(cp):
         parts = Site(None, 32, 1, 1, cp=cp, cp_rank=rank, context_shards=4).positions(split=False)
-        results = [position for first, count in parts for position in range(first, first + count)]
-        assert results == data_shards.positions(32, 4, cp, rank).tolist()
+        assert [n for first, count in parts for n in range(first, first + count)] == held[rank].tolist()
 
 
 def test_a_sequence_that_chunks_do_not_divide_is_an_error():
