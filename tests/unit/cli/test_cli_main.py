@@ -1,7 +1,6 @@
 """The command as a whole: exit statuses, what an error looks like, and that nobody waits for torch in vain."""
 
 import errno
-import json
 import subprocess
 import sys
 
@@ -107,58 +106,6 @@ def test_only_what_needs_torch_imports_it(tmp_path):
     for line, command, status in zip(output, COMMANDS, statuses, strict=True):
         assert line.endswith(", []"), line
         assert status is None or line == f"## {command}: {status}, []"
-
-
-# What a person would wait for at every press of TAB: modules that take 20 ms or more to import.
-WAITED_FOR = ("pydantic", "yaml", "hydra", "omegaconf", "numpy", "xxhash", "jinja2")
-WAITED_FOR += ("matplotlib", "numba", "asyncio", "multiprocessing", "torch", "megatron.core", "transformers")
-
-AT_ONCE = """
-import json, os, sys
-from tp_invariant_recipes.cli.main import main
-words, line = json.loads(sys.argv[1])
-sys.argv = ["tpi", *words]
-if line:
-    number = len(line.split()) - 1
-    os.environ |= {"_TPI_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": f"{number}"}
-try:
-    main()
-except SystemExit as stop:
-    print("##", stop.code, *sorted(sys.modules))
-"""
-# The words of a command, or a line to complete; a word of what is printed.
-ANSWERED = (
-    (["--help"], "", "bisect"),
-    ([], "tpi bis", "bisect"),
-    ([], "tpi train --res", "--resume"),
-)
-
-
-def imported_for(words: list[str], line: str = "") -> tuple[str, set[str]]:
-    """What `tpi` prints, and the modules that it has imported by then."""
-    program = [sys.executable, "-c", AT_ONCE, json.dumps([words, line])]
-    ended = subprocess.run(program, capture_output=True, text=True, check=True)
-    printed, _, last = ended.stdout.rpartition("## ")
-    status, *modules = last.split()
-    assert status == "0", ended.stdout
-    return printed, set(modules)
-
-
-@pytest.mark.parametrize("words, line, says", ANSWERED, ids=[" ".join(words) or line for words, line, _ in ANSWERED])
-def test_help_and_completion_import_nothing_slow(words, line, says):
-    printed, modules = imported_for(words, line)
-    assert says in printed
-    assert sorted({*WAITED_FOR} & modules - {"pydantic" if line else ""}) == []  # typer's completion imports it
-
-
-def test_a_command_that_reads_a_configuration_does_import_them():
-    """The control: the names above are those of modules that commands use."""
-    assert {"pydantic", "yaml", "hydra", "omegaconf"} <= imported_for(["show", "qwen3_toy", "lr=1e-3"])[1]
-
-
-def test_the_module_is_the_command():
-    ended = subprocess.run([sys.executable, "-m", "tp_invariant_recipes", "--version"], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (0, f"tpi {__version__}\n")
 
 
 def wrapped(error: OSError) -> RuntimeError:

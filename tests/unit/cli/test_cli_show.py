@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -62,19 +61,6 @@ def test_show_as_json(cli, no_gpus):
     assert "mixed_precision=bf16_mixed" in shown["bridge_overrides"]
 
 
-def test_show_is_for_the_device_that_is_there(cli, monkeypatch):
-    monkeypatch.setattr(gpus, "visible", lambda: [H200])
-    assert json.loads(cli("show", "qwen3_8b", "--json").out)["configuration"]["device"]["kind"] == "gpu"
-    on_cpu = json.loads(cli("show", "qwen3_8b", "device=cpu", "--json").out)
-    assert on_cpu["configuration"]["device"]["kind"] == "cpu"
-
-
-def test_show_of_a_mistake(cli, no_gpus):
-    ended = cli("show", "qwen3_8b", "tp=3", "sepp=1")
-    assert (ended.status, ended.out) == (2, "")
-    assert "unknown key 'sepp'" in ended.err
-
-
 def test_models(cli):
     ended = cli("models")
     assert ended.status == 0
@@ -102,12 +88,6 @@ def test_a_users_own_model_is_listed_beside_tpis(cli, tmp_path):
     (mine / "mine.yaml").write_text(f"# @package _global_\n{text}")
     assert re.search(r"\nmine +0\.\d M  Mine: 3 layers\.\n", cli("models").out)
     assert "mine: Mine: 3 layers. Of my own.\n" in cli("models", "mine").out
-
-
-def test_models_reads_a_table_and_composes_nothing(cli, monkeypatch):
-    monkeypatch.delitem(sys.modules, "tp_invariant_recipes.config.describe", raising=False)
-    assert cli("models").status == 0
-    assert "tp_invariant_recipes.config.describe" not in sys.modules
 
 
 def test_models_as_json(cli):

@@ -150,12 +150,3 @@ def test_each_is_one_message_and_leaves_nothing(cli, stocked_folder, words):
     ended = cli(*words)
     assert problem(ended.status, ended.out, ended.err) is None, ended
     assert {file: file.read_bytes() for file in stocked_folder.rglob("*") if file.is_file()} == before
-
-
-@pytest.mark.parametrize("status, err", ((0, ""), (1, "error: a\n"), (2, "error: a\nerror: b\n"), (2, "error: \x1b")))
-def test_a_command_that_ends_otherwise_is_detected(status, err):
-    assert problem(status, "", err)
-    assert problem(2, "", "Traceback (most recent call last):\nerror: a")
-    assert not problem(2, "", "error: a\n")
-    assert not problem(2, '{\n  "error": "a"\n}\n', "")
-    assert problem(2, '{\n  "error": "a"\n}\n', "error: a\n")

@@ -4,15 +4,8 @@ import re
 import tomllib
 
 from tests.unit.docs.markdown import DOCUMENTS, ROOT
-from tp_invariant_recipes.cli.checks import NEEDED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PINNED = {
-    name: version
-    for group in PROJECT["optional-dependencies"].values()
-    for name, _, version in (line.partition("==") for line in group)
-    if version
-}
 LOCKED = {
     name: version
     for file in sorted((ROOT / "scripts" / "lock" / "x86_64").glob("*.txt"))
@@ -36,11 +29,6 @@ NAMED = re.compile(rf"\b({'|'.join(CALLED)})\b(?:\*\*|`)?:? ?(?:==)?\s?(\d+\.\d+
 def versions_named(text: str) -> list[tuple[str, str]]:
     """Distributions and versions that a text names."""
     return [(CALLED[name], version) for name, version in NAMED.findall(text)]
-
-
-def test_what_the_doctor_asks_for_is_pinned():
-    """It takes the version from pyproject.toml."""
-    assert NEEDED.keys() <= PINNED.keys()
 
 
 def test_a_version_in_the_documents_is_the_locked_one():

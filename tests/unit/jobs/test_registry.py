@@ -9,13 +9,6 @@ from tp_invariant_recipes.jobs import registry
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
-def test_the_registry_lies_in_the_home_where_nothing_else_is_reported(tmp_path, monkeypatch):
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    registry.remember(tmp_path / "a", ["12"])
-    assert (tmp_path / ".local/state/tpi/jobs.jsonl").is_file()
-
-
 def test_the_registry_gives_ids_their_directories_the_later_of_two(tmp_path):
     registry.remember(tmp_path / "a", ["12"])
     registry.remember(tmp_path / "b", ["13", "12"])

@@ -11,12 +11,11 @@ import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import pytest
 
 from tp_invariant_recipes.errors import ConfigError, RunError
-from tp_invariant_recipes.jobs import script, submit
+from tp_invariant_recipes.jobs import submit
 from tp_invariant_recipes.launch.plan import Planning
 
 DRY = Planning(here=False, dry=True)
@@ -118,13 +117,6 @@ def test_shellcheck_has_nothing_to_say_of_the_expected():
 def test_a_directory_that_sbatch_cannot_be_told_is_refused(path):
     with pytest.raises(ConfigError):
         submit.train("qwen3_toy", [*THROWAWAY, "slurm.time=5", f"run.dir={path}"], how=DRY)
-
-
-def test_the_templates_are_located_in_a_wheel(monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "_PACKAGE", tmp_path / "package")
-    assert script.templates() == tmp_path / "slurm"
-    (tmp_path / "package" / "slurm").mkdir(parents=True)
-    assert script.templates() == tmp_path / "package" / "slurm"
 
 
 # What bash does with a script, with commands in the place of SLURM's.
@@ -307,16 +299,3 @@ def test_a_task_of_an_array_is_requeued_alone(array_script, play, tmp_path):
 def test_a_task_that_is_no_cell_is_an_error(array_script, play):
     ended = play(array_script, "", **_task(3))
     assert (ended.returncode, ended.stderr) == (2, "there is no cell 3\n")
-
-
-@pytest.mark.parametrize(
-    "validated, says", ((None, None), ("31 of 200 …", "warning: 31 of 200 …"), (OSError(), "the nodes will ask"))
-)
-def test_what_the_check_of_a_run_remarks_is_told(validated, says):
-    def validate() -> str | None:
-        if isinstance(validated, Exception):
-            raise validated
-        return validated
-
-    remark = script.check(SimpleNamespace(validate=validate))
-    assert remark is None if says is None else remark.startswith(says)

@@ -8,46 +8,31 @@ from tests.unit.jobs.fake_slurm import now, row
 
 # States: what squeue, run.json and sacct say -> word, exit status (None: not ended), and words of the note.
 
+AGAIN = {"outcome": "stopped", "requeued": True}
+SECOND = {"job": {"id": "12", "restart": 1, "nodes": "n1"}}
+KILLED = {"outcome": "failed", "why": "rank 1 was killed"}
+NO_ROOM = {"outcome": "failed", "why": "no room"}
+DONE, STOPPED = {"outcome": "completed"}, {"outcome": "stopped"}
 STATES = {
     "pending": (row("12", "PENDING", "Resources"), None, None, ("PENDING (Resources)", None, None)),
     "running": (row("12", "RUNNING"), {}, None, ("RUNNING", None, None)),
-    "running again": (
-        row("12", "RUNNING"),
-        {"job": {"id": "12", "restart": 1, "nodes": "n1"}},
-        None,
-        ("RUNNING try 2", None, None),
-    ),
-    "queued again": (
-        row("12", "PENDING", "BeginTime"),
-        {"outcome": "stopped", "requeued": True},
-        None,
-        ("PENDING (BeginTime)", None, None),
-    ),
-    "completing": (row("12", "COMPLETING"), {"outcome": "completed"}, None, ("COMPLETING", None, None)),
-    "over, remembered": (row("12", "COMPLETED"), {"outcome": "completed"}, None, ("COMPLETED", 0, None)),
-    "failed, remembered": (
-        row("12", "FAILED", "NonZeroExitCode"),
-        {"outcome": "failed", "why": "rank 1 was killed"},
-        None,
-        ("FAILED", 2, "rank 1 was killed"),
-    ),
-    "accounted": ("", {"outcome": "completed"}, "12|COMPLETED|0:0", ("COMPLETED", 0, None)),
-    "accounts are late": ("", {"outcome": "completed"}, "12|RUNNING|0:0", ("completed", 0, None)),
-    "cancelled": ("", {"outcome": "stopped"}, "12|CANCELLED by 0|0:15", ("CANCELLED", 2, None)),
+    "running again": (row("12", "RUNNING"), SECOND, None, ("RUNNING try 2", None, None)),
+    "queued again": (row("12", "PENDING", "BeginTime"), AGAIN, None, ("PENDING (BeginTime)", None, None)),
+    "completing": (row("12", "COMPLETING"), DONE, None, ("COMPLETING", None, None)),
+    "over, remembered": (row("12", "COMPLETED"), DONE, None, ("COMPLETED", 0, None)),
+    "failed, remembered": (row("12", "FAILED", "NonZero"), KILLED, None, ("FAILED", 2, "rank 1 was killed")),
+    "accounted": ("", DONE, "12|COMPLETED|0:0", ("COMPLETED", 0, None)),
+    "accounts are late": ("", DONE, "12|RUNNING|0:0", ("completed", 0, None)),
+    "cancelled": ("", STOPPED, "12|CANCELLED by 0|0:15", ("CANCELLED", 2, None)),
     "timed out": ("", {}, "12|TIMEOUT|0:0", ("TIMEOUT", 2, "it recorded no exit status")),
-    "completed": ("", {"outcome": "completed"}, None, ("completed", 0, None)),
-    "failed": ("", {"outcome": "failed", "why": "no room"}, None, ("failed", 2, "no room")),
-    "stopped": ("", {"outcome": "stopped"}, None, ("stopped", 2, None)),
-    "lost in the queue": (
-        "",
-        {"outcome": "stopped", "requeued": True},
-        None,
-        ("stopped", 2, "it was to be queued again, and is in the queue no more"),
-    ),
+    "completed": ("", DONE, None, ("completed", 0, None)),
+    "failed": ("", NO_ROOM, None, ("failed", 2, "no room")),
+    "stopped": ("", STOPPED, None, ("stopped", 2, None)),
+    "lost in the queue": ("", AGAIN, None, ("stopped", 2, "it was to be queued again, and is in the queue no more")),
     "killed": ("", {}, None, ("unknown", 2, "it recorded no exit status, and no log")),
     "never began": ("", None, None, ("unknown", 2, "it recorded no start, and no log")),
     "cancelled before": ("", None, "12|CANCELLED by 0|0:0", ("CANCELLED", 2, "it recorded no start")),
-    "another command": ("", {"job": None, "outcome": "completed"}, None, ("unknown", 2, "it recorded no start")),
+    "another command": ("", DONE | {"job": None}, None, ("unknown", 2, "it recorded no start")),
 }
 
 

@@ -1,7 +1,6 @@
 """`tpi wait`: when it ends, and with which status."""
 
 import json
-from itertools import pairwise
 
 import pytest
 
@@ -146,29 +145,3 @@ def test_a_controller_that_is_away_at_first_is_an_error(cli, slurm, submitted):
     ended = cli("wait", "12")
     assert (ended.status, ended.out) == (2, "")
     assert "Unable to contact slurm controller" in ended.err
-
-
-def test_the_controller_is_asked_less_and_less_often(slurm, submitted, monkeypatch):
-    made = submitted()
-    clock = [0.0]
-    asked = []
-    monkeypatch.setattr(states, "FIRST_PAUSE", 2.0)
-    monkeypatch.setattr(states, "LONGEST_PAUSE", 15.0)
-    monkeypatch.setattr(states.time, "monotonic", lambda: clock[0])
-    slurm.scene(row("12", "PENDING"))
-    for _ in range(14):
-        slurm.scene(row("12", "RUNNING"))
-    slurm.scene(before=made.attempt(outcome="completed"))
-    watch = states.Watch(registry.find(["12"]), lambda line: None)
-    while True:
-        before = len(slurm.calls("squeue"))
-        over = watch()
-        if len(slurm.calls("squeue")) > before:
-            asked.append(clock[0])
-        if over:
-            break
-        clock[0] += 0.25
-    pauses = [b - a for a, b in pairwise(asked)]
-    assert pauses[:3] == [2.0, 2.0, 2.5]  # after the start of the job as at first
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == 15.0

@@ -4,13 +4,10 @@ import json
 
 import pytest
 
-from tp_invariant_recipes.check.hosts import machine
-from tp_invariant_recipes.check.hosts.machine import PendingRun, check_start
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine import memory as host
 from tp_invariant_recipes.machine.gpus import Gpu
-from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sizing import memory as estimates
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import GIB
@@ -67,12 +64,6 @@ def test_the_message_has_the_figures_and_the_keys(machine_memory):
         assert key in result
 
 
-def test_experts_are_spread_by_ep(machine_memory):
-    machine_memory(gpu=79.6)
-    assert "ep=" in memory_problems("qwen3_30b_a3b")[0]
-    assert "ep=" not in memory_problems("qwen3_8b")[0]
-
-
 # Overrides, ranks, and GiB of a node that one rank fits and all together do not.
 NODES = (("tp=4", 4, 100), ("dp=2 gbs=2", 2, 250))
 
@@ -85,12 +76,6 @@ def test_ranks_on_a_cpu_share_the_memory_of_their_node(machine_memory, overrides
     assert f"this machine has {size}.0 GiB" in result
     machine_memory(node=size * ranks)
     assert memory_problems("qwen3_8b", overrides, "cpu") == []
-
-
-def test_what_nobody_knows_is_not_refused(machine_memory):
-    machine_memory(node=None)
-    assert memory_problems("qwen3_8b", device="cpu") == []
-    assert memory_problems("qwen3_8b", here=False) == []
 
 
 def test_a_job_is_for_the_gpus_of_its_cluster(machine_memory):
@@ -127,15 +112,6 @@ def test_a_run_whose_experts_have_one_gradient_buffer_fits(cli, no_gpus, cluster
     assert f"the fullest rank needs about 127.8 GiB; a GPU of cluster={cluster} has {size} GiB" in ended.err
 
 
-def test_the_cells_of_a_matrix_are_refused_by_name(cli, machine_memory, here):
-    machine_memory(gpu=30)
-    ended = cli("verify", "qwen3_8b", "tp=4,8")
-    assert (ended.status, ended.out) == (2, "")
-    assert "tp=4: this run needs about 40.9 GiB" in ended.err
-    assert "tp=8: " not in ended.err.replace("tp=4,8", "")
-    assert [file.name for file in here.iterdir()] == ["taken"]
-
-
 def submitted(cli, *overrides: str):
     return cli("submit", "qwen3_8b", *overrides, "slurm.time=60", "--verify", "--dry-run")
 
@@ -148,11 +124,6 @@ def test_a_cell_that_does_not_fit_is_omitted_with_its_figures(cli, no_gpus, here
     )
     assert "array of 2 cells" in ended.err
     assert "warning" not in ended.err
-
-
-def test_a_matrix_whose_cells_all_fit_leaves_none_out(cli, no_gpus, here):
-    ended = submitted(cli, "tp=4,8", "cluster=h100")
-    assert (ended.status, "left out" in ended.err) == (0, False)
 
 
 # Overrides of a matrix of which fewer than two cells fit, the command that the message gives, and how many fit.
@@ -235,15 +206,6 @@ def test_parts_that_a_key_moves_elsewhere_do_not_count(machine_memory):
     offloaded = config.with_fields("optimizer", optimizer_cpu_offload=True)
     assert room.problems(offloaded, here=True) == []
     assert room.table(estimates.estimate(offloaded))[-1].startswith("optimizer.optimizer_cpu_offload:")
-
-
-def test_it_stands_in_the_one_list(machine_memory, tmp_path, monkeypatch):
-    machine_memory(node=23)
-    monkeypatch.setattr(machine, "free_bytes", lambda path: 0)
-    composed = compose("qwen3_8b", ["tp=2"], device="cpu")
-    results = check_start(PendingRun(composed.config, run_dir=RunDir(tmp_path / "run")))
-    assert [str(problem).split()[0] for problem in results] == ["this", f"{tmp_path}/run"]
-    assert list(tmp_path.iterdir()) == []
 
 
 MEMINFO = "MemTotal:  24000000 kB\nMemFree:  1000 kB\nMemAvailable:   23000000 kB\n"
