@@ -94,7 +94,7 @@ Json = Annotated[bool, flag("Print JSON to standard output.", "--json")]
 
 ClusterFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Read the description of the cluster from this file. The same as cluster=FILE."),
+    typer.Option(metavar="FILE", help="Read the cluster from this file. The same as cluster=FILE."),
 ]
 
 ConfigFile = Annotated[

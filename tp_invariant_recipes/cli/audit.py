@@ -29,28 +29,28 @@ def audit(
     ] = None,
     recorded: Annotated[
         tuple[Path, Path] | None,
-        option("RUN REFERENCE", "Judge two recordings of tp_invariant_recipes.audit.record()."),
+        option("RUN REFERENCE", "Compare two recordings of tp_invariant_recipes.audit.record()."),
     ] = None,
     every: Annotated[
         bool,
-        flag("Audit every layout and option that the model allows, in cells that cover each pair once.", "--all"),
+        flag("Audit every layout and option of the model; the configurations cover each pair once.", "--all"),
     ] = False,
     resume: Annotated[Path | None, option("DIR", "Continue --all in its directory.")] = None,
     script: Annotated[
         bool, flag("With --all: write a torchrun script of the layer alone for each fault that has one.", "--script")
     ] = False,
-    exitfirst: Annotated[bool, flag("With --all: end with the first new fault.", "--exitfirst", "-x")] = False,
+    exitfirst: Annotated[bool, flag("With --all: stop at the first new fault.", "--exitfirst", "-x")] = False,
     keep: Annotated[bool, flag("Keep the run directories even within rounding.", "--keep")] = False,
     directory: Annotated[Path | None, directory_option("audit-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find out whether a layout is wrong, or only rounds otherwise.
+    """Find out whether a layout is wrong, or only rounds differently.
 
     tpi trains a step of the configuration and of a reference: the same model, weights and data on one rank, without
-    graphs, overlap and fusions, one sequence at a time. It repeats the reference with the last bit of every module's
-    output moved at random, and compares outputs, gradients, the norm and updates with what that moves. The first module
-    that is beyond it is named. numerics=stock is the default here. Exit status: 0 within rounding, 1 beyond rounding,
-    2 not known.
+    graphs, overlap and fusions, one sequence at a time. It repeats the reference with a random 1-ULP perturbation of
+    every module's output, and compares the differences of outputs, gradients, the norm and updates with those that the
+    perturbation causes. It names the first module outside rounding-error tolerance. numerics=stock is the default here.
+    Exit status: 0 within rounding, 1 beyond rounding, 2 not decided.
 
     \b
     tpi audit qwen3_8b tp=4 pp=2 cuda_graph=te

@@ -25,13 +25,13 @@ def check(
     module: Annotated[str | None, option("MODULE", "Of a run: a linear layer.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Judge a guard's evidence, or compute a dumped layer again.
+    """Recompute a guard's evidence, or a dumped linear layer.
 
-    EVIDENCE is a file that a run with guard= has written. tpi computes again what it holds.
+    EVIDENCE is a file that a run with guard= has written. tpi recomputes its values on this machine.
 
-    RUN has numerics=portable and has dumped the module's input, output, gradients and weight; a message says how.
-    tpi computes the output and the gradients of input and weight, and compares every bit. So the bits of a GPU run can
-    be checked without a GPU. Exit status: 0 identical, 1 different, 2 a mistake.
+    RUN has numerics=portable and dumps of the module's input, output, gradients and weight; a message gives the options
+    that write them. tpi recomputes the output and the gradients of input and weight, and compares every bit. So you can
+    check a GPU run without a GPU. Exit status: 0 identical, 1 different, 2 a mistake.
 
     \b
     tpi check runs/big/guard/step-12-rank-1.evidence
@@ -59,7 +59,7 @@ def check(
 
 def conformance(
     record: Annotated[
-        Path | None, option("FILE", "Write what the first GPU gives, or this CPU, to send to others.")
+        Path | None, option("FILE", "Write the results of the first GPU, or of this CPU, to send to others.")
     ] = None,
     check: Annotated[
         Path | None, option("FILE", "Compare a recorded file with the definition, on the CPU. Needs no GPU.")
@@ -69,11 +69,11 @@ def conformance(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check that the GPUs here add products as an H200 does.
+    """Check that the GPUs here compute GEMMs as an H200 does.
 
-    Each GPU multiplies recorded matrices in bf16, fp32 and FP8, among them subnormals, infinities and sums that cancel.
-    tpi compares the results with those of an H200. Without a GPU it checks this CPU. Exit status: 0 all bits are equal,
-    1 a GPU or CPU adds in another way, 2 a mistake.
+    Each GPU computes recorded GEMMs in bf16, fp32 and FP8, among them subnormals, infinities and sums that cancel. tpi
+    compares the results with those of an H200. Without a GPU it checks this CPU. Exit status: 0 bitwise identical, 1 a
+    GPU or CPU adds in another order, 2 a mistake.
 
     \b
     tpi conformance
@@ -163,9 +163,9 @@ COLOURS = {"ok": "green", "missing": "red", "untested": "yellow", "refused": "ye
 def doctor(as_json: Json = False) -> None:
     """List this machine's software, GPUs, patches and missing parts.
 
-    Each row says how to get what is missing; docs/patches.md explains the patches. "untested" is another version than
-    that of the locks. Exit status: 2 if a part is missing that training here needs. A refused patch does not count,
-    because it stops only the runs that reach its code.
+    Each row gives the command for a missing part; docs/patches.md explains the patches. "untested" means another
+    version than that of the locks. Exit status: 2 if a part is missing that training here needs. A refused patch does
+    not count, because it stops only the runs that reach its code.
     """
     from tp_invariant_recipes.machine import gpus
     from tp_invariant_recipes.machine.versions import installed, pinned

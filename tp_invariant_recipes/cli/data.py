@@ -33,8 +33,8 @@ def prepare(
 ) -> None:
     """Turn SOURCE into an indexed dataset of Megatron.
 
-    The command reads a folder's JSONL files alone, where it has any, and says which files it leaves out. It writes the
-    dataset whole or not at all. For more than 10 GB use Megatron's preprocess_data, whose result tpi takes.
+    If a folder has JSONL files, the command reads only these, and lists the files that it leaves out. It writes the
+    whole dataset or nothing. For more than 10 GB use Megatron's preprocess_data, whose datasets tpi accepts.
 
     \b
     tpi data prepare ~/books

@@ -22,10 +22,10 @@ def score(
         Path | None, option("FILE", "Where to write; default SEQUENCES with .scores.jsonl at its end.")
     ] = None,
     step: Annotated[int | None, option("N", "The run's checkpoint of this step; default: the newest.", min=0)] = None,
-    against: Annotated[Path | None, option("FILE", "JSONL that an engine returned, or tpi generate.")] = None,
-    tolerance: Annotated[float, option("X", "With --against: the largest difference that is none.", min=0.0)] = 0.0,
+    against: Annotated[Path | None, option("FILE", "JSONL from an engine, or from tpi generate.")] = None,
+    tolerance: Annotated[float, option("X", "With --against: the largest difference to accept.", min=0.0)] = 0.0,
     partial: Annotated[bool, flag("With --against: accept a file that lacks some scored tokens.", "--partial")] = False,
-    ranks: Annotated[bool, flag("Write each token's place among all, by probability.", "--ranks")] = False,
+    ranks: Annotated[bool, flag("Write each token's rank by probability.", "--ranks")] = False,
     entropy: Annotated[bool, flag("Write the entropy of each prediction.", "--entropy")] = False,
     digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
     vocab: Annotated[
@@ -37,13 +37,13 @@ def score(
     _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
-    """Write log-probabilities that no layout and no batch changes.
+    """Write log-probabilities that depend on no layout and no batch.
 
-    They depend on weights and tokens alone: the same bytes for every tp, pp, cp, dp, ep, batch, order and padding, and
-    with numerics=portable on every machine.
-    --against compares what an engine returned (vLLM, SGLang, verl, NeMo-RL) and names what its differences look like.
-    The numerics are those of the rollouts, unless typed. After Ctrl-C the same command goes on. Exit status: 0 written,
-    and equal or within the tolerance; 1 beyond it; 2 a mistake, or only a part could be compared.
+    They depend on weights and tokens alone: the file is the same for every tp, pp, cp, dp, ep, batch, order and
+    padding, and with numerics=portable on every machine. --against compares log-probabilities of an engine (vLLM,
+    SGLang, verl, NeMo-RL) and names the likely cause of their differences. tpi takes the numerics from the rollouts,
+    unless you type others. After Ctrl-C the same command continues. Exit status: 0 written, and equal or within the
+    tolerance; 1 a larger difference; 2 a mistake, or only a subset could be compared.
 
     \b
     tpi score runs/qwen3_8b-tp4-… sequences.jsonl tp=4
@@ -72,26 +72,26 @@ def generate(
         Path | None, option("FILE", "Where to write; default PROMPTS with .rollouts.jsonl at its end.")
     ] = None,
     step: Annotated[int | None, option("N", "The run's checkpoint of this step; default: the newest.", min=0)] = None,
-    resume: Annotated[bool, flag("Continue what FILE.partial has of the same rollouts.", "--resume")] = False,
+    resume: Annotated[bool, flag("Continue the rollouts in FILE.partial.", "--resume")] = False,
     digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
     tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
-    batch: Annotated[int, option("N", "Sequences that are decoded side by side.", min=1)] = 256,
+    batch: Annotated[int, option("N", "Sequences that are decoded at the same time.", min=1)] = 256,
     chunk: Annotated[int, option("N", "Tokens of a pass over prompts.", min=1)] = 16384,
     cache: Annotated[
-        int | None, option("N", "Tokens that the cache holds; default: what the requests need and fits.", min=1)
+        int | None, option("N", "Tokens in the KV cache; default: as many as the requests need and fit.", min=1)
     ] = None,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Decode in CUDA graphs, on a GPU.")] = True,
     dry_run: Annotated[bool, flag("Check everything and write nothing.", "--dry-run")] = False,
     _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
-    """Sample completions with the trainer's own bits.
+    """Sample completions with the trainer's log-probabilities.
 
-    Tokens and log-probabilities depend on weights, prompts, ids and these keys alone: the same bytes for every tp, ep,
-    dp, batch, order and machine. numerics=portable is the default. Keys have the names and defaults of transformers'
-    generate: max_new_tokens (max_tokens), do_sample, temperature, top_k, top_p, num_return_sequences (n), eos_token_id,
-    stop_strings (stop); and seed. A line of PROMPTS may have its own. --batch, --chunk, --cache and --graphs change no
-    bit. Exit status: 0 written, 2 a mistake, 130 Ctrl-C or SIGTERM: --resume continues.
+    Tokens and log-probabilities depend on weights, prompts, ids and these keys alone: they are the same for every tp,
+    ep, dp, batch, order and machine. numerics=portable is the default. Keys have the names and defaults of
+    transformers' generate: max_new_tokens (max_tokens), do_sample, temperature, top_k, top_p, num_return_sequences (n),
+    eos_token_id, stop_strings (stop); and seed. A line of PROMPTS may have its own keys. --batch, --chunk, --cache and
+    --graphs change no bit. Exit status: 0 written, 2 a mistake, 130 Ctrl-C or SIGTERM: --resume continues.
 
     \b
     tpi generate ~/models/mine prompts.jsonl do_sample=true top_k=0 n=8 tp=2
@@ -108,7 +108,7 @@ def generate(
 
 def export(
     run: Annotated[Path, argument("RUN", "The run directory.")],
-    folder: Annotated[Path, argument("FOLDER", "A folder that is not there yet, or empty.")],
+    folder: Annotated[Path, argument("FOLDER", "A new or empty folder.")],
     step: Annotated[int | None, option("N", "The checkpoint of this step; default: the newest.", min=0)] = None,
     masters: Annotated[
         bool, flag("Write the optimizer's fp32 master weights, not the bf16 weights.", "--masters")
@@ -122,8 +122,9 @@ def export(
     """Write a checkpoint of a run as a Hugging Face folder.
 
     The folder holds config.json and *.safetensors, and the tokenizer of the folder that the run has started from.
-    Transformers loads it, and weights=FOLDER starts another run from it. Of a run with LoRA adapters it holds what the
-    library peft loads, and with --merge whole weights. Exit status: 0 written, 2 otherwise; then FOLDER is as it was.
+    Transformers loads it, and weights=FOLDER starts another run from it. For a run with LoRA adapters it holds adapters
+    that the library peft loads, or whole weights with --merge. Exit status: 0 written, 2 otherwise; then FOLDER is
+    unchanged.
 
     \b
     tpi export runs/qwen3_8b-tp4-… ~/models/mine

@@ -69,13 +69,13 @@ def certify(
     ] = None,
     check: Annotated[Path | None, option("FILE", "Check this certificate instead of making one.")] = None,
     expected: Annotated[
-        str | None, option("HASH", "With --check: the hash that you received from its maker.", "--hash")
+        str | None, option("HASH", "With --check: the hash that you received from its author.", "--hash")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Pack a run into a small file, or check one.
 
-    The file holds the run's ledger, configuration and versions. The printed hash stands for all of it; send the hash
+    The file holds the run's ledger, configuration and versions. The printed hash covers the whole file; send the hash
     through a separate channel. tpi compare and tpi verify --against accept the file like a run. Exit status: 0 the file
     was made or is intact, 2 otherwise.
 
@@ -148,9 +148,9 @@ def report(
 ) -> None:
     """Write a page and an image that compare runs with the first.
 
-    The HTML page is one file that loads nothing else. It shows verdicts, headers side by side, curves, distances in
-    ULP, the parameters that differ, times and memory. The PNG holds its figures. Runs may be
-    unfinished. Exit status: 0 written, whatever the verdict; 2 a run cannot be read or a file not be written.
+    The HTML page is a single file that loads nothing else. It shows verdicts, headers side by side, plots, distances in
+    ULP, the parameters that differ, times and memory. The PNG holds its figures. Runs may be unfinished. Exit status: 0
+    written, whatever the verdict; 2 tpi cannot read a run or write a file.
 
     \b
     tpi report RUN
@@ -182,7 +182,7 @@ def bisect(
     run_a: Annotated[Path, argument("RUN_A", "A run directory.")],
     run_b: Annotated[Path, argument("RUN_B", "Another run directory, which differs.")],
     directory: Annotated[Path | None, directory_option("bisect-DATE-TIME")] = None,
-    referee: Annotated[bool, flag("Also say which run is right.", "--referee")] = False,
+    referee: Annotated[bool, flag("Arbitrate which run is right.", "--referee")] = False,
     verbose: Verbose = False,
     _trusted: TrustRecipe = False,
     as_json: Json = False,
@@ -194,7 +194,7 @@ def bisect(
     original runs stay unchanged. Exit status: 1 they differ, 0 they do not, 2 tpi cannot compare them or train them
     again.
 
-    With --referee tpi also says which run is right: the one that repeats its bits here, or whose operation a CPU
+    With --referee tpi also arbitrates which run is right: the one that repeats its bits here, or whose operation a CPU
     confirms by its definition (numerics=portable).
 
     \b

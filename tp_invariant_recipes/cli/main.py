@@ -23,8 +23,8 @@ from tp_invariant_recipes.text import single_line, visible
 app = typer.Typer(
     name="tpi",
     help="Train Megatron-Bridge models, record every step's exact bits, and prove that runs computed the same bits.",
-    epilog="Exit status: 0 done or identical, 1 different, 2 a mistake; the message says how to correct it; "
-    "130 Ctrl-C. Output that nobody reads changes none of these.",
+    epilog="Exit status: 0 done or identical, 1 different, 2 a mistake; the message names the key to change; "
+    "130 Ctrl-C. A closed pipe changes none of these.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

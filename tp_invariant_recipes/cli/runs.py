@@ -74,9 +74,9 @@ def logs(
 ) -> None:
     """Print a job's output: steps, losses, and reasons of failures.
 
-    Of a verify, tpi prints the output of all its jobs; `tpi jobs` has the id of each. With -f it waits for a pending
-    job, stays when SLURM queues the job again, and ends with the job and with the exit status of `tpi wait`. Ctrl-C
-    stops following; the job continues.
+    For a verify, tpi prints the output of all its jobs; `tpi jobs` lists their ids. With -f it waits for a pending job,
+    stays when SLURM requeues the job, and ends with the job and with the exit status of `tpi wait`. Ctrl-C stops
+    following; the job continues.
 
     \b
     tpi logs -f 12
@@ -100,10 +100,11 @@ def logs(
 
 
 def cancel(names: Jobs) -> None:
-    """End jobs that run or wait.
+    """End running or pending jobs.
 
-    For a verify, tpi ends the jobs of all cells and the job that compares them. SLURM asks a job to end, and kills it
-    after its KillWait (30 s by default). A run that can save a checkpoint in that time does so, and can be continued.
+    For a verify, tpi ends the jobs of all configurations and the job that compares them. SLURM asks a job to end, and
+    kills it after its KillWait (30 s by default). A run that can save a checkpoint in that time does so, and --resume
+    can continue it.
 
     \b
     tpi cancel 12
@@ -138,11 +139,11 @@ def wait(
         float | None, option("SECONDS", "Stop waiting after this time, with exit status 2.", min=0)
     ] = None,
 ) -> None:
-    """Wait until jobs have ended, and report how.
+    """Wait until jobs have ended, and report their results.
 
-    A job that is queued again has not ended. Exit status: 0 the run completed, or all cells of the verify are
-    identical; 1 the verify found a difference; 2 a run failed, was cancelled or left no report. With several jobs it is
-    the highest.
+    A requeued job has not ended. Exit status: 0 the run completed, or all configurations of the verify are identical; 1
+    the verify detected a difference; 2 a run failed, was cancelled or left no report. With several jobs it is the
+    highest.
 
     \b
     tpi wait 12 && tpi report runs/a
@@ -220,15 +221,15 @@ _HEAD = ("run", "state", "step", "loss", "layout", "model", "numerics", "same")
 
 def runs(
     folder: Annotated[Path, argument("FOLDER", "Where to look; default runs.", show_default=True)] = Path("runs"),
-    every: Annotated[bool, flag("Also the runs that commands made for themselves.", "--all")] = False,
+    every: Annotated[bool, flag("Also list the runs that commands made for themselves.", "--all")] = False,
     as_json: Json = False,
 ) -> None:
     """List the runs below a folder: state, step, loss, layout.
 
-    The run whose last attempt began latest comes last. Runs with the same letter in the column "same" are comparable:
-    they have the same model, data, optimizer and seed. States: running; completed; stopped (Ctrl-C or SIGTERM);
-    failed; killed (it recorded no exit status); not started (submitted); damaged, with the reason. Exit status: 0,
-    whatever the states; 2 there is no such folder.
+    The run that was started or restarted latest comes last. Runs with the same letter in the column "same" are
+    comparable: they have the same model, data, optimizer and seed. States: running; completed; stopped (Ctrl-C or
+    SIGTERM); failed; killed (it recorded no exit status); not started (submitted); damaged, with the reason. Exit
+    status: 0, whatever the states; 2 there is no such folder.
 
     Runs that verify, bench, bisect and audit made for themselves are hidden without --all, unless FOLDER is
     the directory of such a command.

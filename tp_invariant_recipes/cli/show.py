@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 def models(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="What is known of this model.", show_default=False)
+        str | None, typer.Argument(metavar="NAME", help="The model to describe.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models; with a name, its degrees of tp and memory.
+    """List the models; with a name, its tp degrees and memory.
 
     \b
     tpi models
@@ -114,7 +114,7 @@ def show(
         bool,
         flag(
             "The keys that differ between two, A and B: run directories, models, or a model with overrides in "
-            "quotes. With one recipe=NAME alone, what of the recipe the run changes.",
+            "quotes. With one recipe=NAME alone: the fields of the recipe that the run changes.",
             "--diff",
         ),
     ] = False,
@@ -127,10 +127,10 @@ def show(
     _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
-    """Print what a run would be: layout, batch, numerics, memory.
+    """Print the plan of a run: layout, batch, numerics, memory.
 
-    The memory is an estimate for the fullest rank (docs/memory.md). With --diff, overrides apply to both.
-    Exit status of --diff: 0 no key differs, 1 one does.
+    The memory is an estimate for the rank that needs most (docs/memory.md). With --diff, overrides apply to both. Exit
+    status of --diff: 0 no key differs, 1 one does.
 
     \b
     tpi show qwen3_8b tp=4

@@ -34,7 +34,7 @@ def submit(
         Path | None, option("RUN", "Continue this run in a job, from its newest finished checkpoint.")
     ] = None,
     after: Annotated[
-        list[str] | None, option("JOB", "Start when this job has ended well: an id, a run's name or its directory.")
+        list[str] | None, option("JOB", "Start when this job has completed: an id, a run's name or its directory.")
     ] = None,
     verify: Annotated[
         bool,
@@ -53,8 +53,8 @@ def submit(
 
     Before it writes anything, tpi checks everything that it can check here, and Megatron-Bridge validates the
     configuration. The run directory then holds the configuration and the script (job.sbatch). Standard output has only
-    the job's id. The run saves before its time limit; SLURM queues it again, also after a node fails, and it continues
-    until it is done.
+    the job's id. The run saves before its time limit. SLURM requeues it, also after a node fails, and it continues
+    until it is complete.
 
     \b
     tpi submit qwen3_8b tp=8 save=500 cluster=h100 slurm.time=4:00:00

@@ -44,9 +44,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        option(
-            "RUN", "Continue this run from its newest finished checkpoint; last: the latest below runs that can go on."
-        ),
+        option("RUN", "Continue this run from its newest finished checkpoint; last: the latest run that can continue."),
     ] = None,
     trace: Annotated[
         str | None,
@@ -86,8 +84,9 @@ def train(
     tpi train qwen3_8b tp=4 seq=8192 --dry-run
     tpi train qwen3_8b tp=8 dp=2 gbs=2 cluster=h100 launcher=slurm
 
-    Every tensor-parallel degree computes the same bits, unless you ask for numerics=stock. The last command is for use
-    inside an allocation (salloc); tpi submit makes a job of its own.
+    Every tensor-parallel degree that divides numerics.virtual_shards (8 by default) computes the same bits, unless you
+    ask for Megatron's own numerics. Use the last command inside an allocation (salloc); tpi submit makes a job of its
+    own.
     """
     from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.launch.record import RunRequest

@@ -142,7 +142,7 @@ def bench(
     overrides: Overrides = None,
     modes: Annotated[
         str,
-        option(None, "Modes, each also with +digests, +guard; tpi compares the others with the first."),
+        option(None, "Modes, each also with +digests or +guard; tpi compares the others with the first."),
     ] = "stock,tree",
     rounds: Annotated[int, option(None, "Rounds; every mode has one turn per round.", min=1, max=100)] = 2,
     warmup: Annotated[int, option(None, "Untimed warm-up steps per turn.", min=0)] = 5,
@@ -153,8 +153,8 @@ def bench(
 ) -> None:
     """Measure step time, memory and tokens/s of numerics modes.
 
-    The modes train in turn. The table shows medians over the timed steps. Ratios are taken within a round and shown as
-    their median, smallest and largest.
+    The modes train in turn. The table shows medians over the timed steps, and the median, smallest and largest ratio
+    within a round.
 
     \b
     tpi bench qwen3_8b tp=4
