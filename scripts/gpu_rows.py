@@ -204,7 +204,7 @@ ROWS = {
     "resume-experts-4": resumed(
         4,
         "the same with experts",
-        "qwen3_moe_toy seq=512 gbs=4 iters=20 save=5 numerics.data_shards=4",
+        "qwen3_moe_0p8b seq=512 gbs=4 iters=20 save=5 numerics.data_shards=4",
         "tp=1 ep=1",
         "dp=4 ep=4",
         "tp=2 dp=1 ep=2",
@@ -213,7 +213,7 @@ ROWS = {
     "hybrid-4": same_ledger(
         4,
         "one ledger for a hybrid model: Mamba-2, attention and experts",
-        "nemotron3_nano_toy gbs=4 iters=10 numerics.virtual_shards=2 numerics.data_shards=4",
+        "nemotron3_nano_0p1b gbs=4 iters=10 numerics.virtual_shards=2 numerics.data_shards=4",
         "dp=1",
         "dp=2 ep=2",
         "tp=2 dp=2 ep=4",
@@ -287,7 +287,7 @@ ROWS = {
     "experts-4": same_ledger(
         4,
         "one ledger for experts over one to four GPUs",
-        "qwen3_moe_toy seq=512 gbs=4 iters=10 numerics.data_shards=4",
+        "qwen3_moe_0p8b seq=512 gbs=4 iters=10 numerics.data_shards=4",
         "tp=1 dp=1 ep=1",
         "tp=1 dp=2 ep=2",
         "tp=2 dp=2 ep=4",
@@ -324,7 +324,7 @@ ROWS = {
     "portable-experts-4": same_ledger(
         4,
         "numerics=portable with experts in MXFP8",
-        "qwen3_moe_toy numerics=portable precision=mxfp8 seq=96 gbs=2 iters=4 numerics.data_shards=2",
+        "qwen3_moe_0p8b numerics=portable precision=mxfp8 seq=96 gbs=2 iters=4 numerics.data_shards=2",
         "tp=1",
         "tp=2 dp=2 ep=4",
     ),
@@ -391,7 +391,7 @@ ROWS = {
     "resume-experts-2": resumed(
         2,
         "the same with experts",
-        "qwen3_moe_toy seq=512 gbs=4 iters=20 save=5 numerics.data_shards=2",
+        "qwen3_moe_0p8b seq=512 gbs=4 iters=20 save=5 numerics.data_shards=2",
         "tp=2 ep=2",
         "dp=2 ep=2",
         "dp=1 ep=1",
@@ -425,7 +425,7 @@ ROWS = {
     "hybrid-2": same_ledger(
         2,
         "one ledger for a hybrid model: Mamba-2, attention and experts",
-        "nemotron3_nano_toy gbs=2 iters=10 numerics.virtual_shards=2 numerics.data_shards=2",
+        "nemotron3_nano_0p1b gbs=2 iters=10 numerics.virtual_shards=2 numerics.data_shards=2",
         "dp=1",
         "tp=2 ep=2",
         "dp=2 ep=2",
@@ -441,7 +441,7 @@ ROWS = {
     "portable-experts-2": same_ledger(
         2,
         "numerics=portable with experts in MXFP8",
-        "qwen3_moe_toy numerics=portable precision=mxfp8 seq=96 gbs=2 iters=4 numerics.data_shards=2",
+        "qwen3_moe_0p8b numerics=portable precision=mxfp8 seq=96 gbs=2 iters=4 numerics.data_shards=2",
         "tp=1",
         "tp=2 ep=2",
         "dp=2 ep=2",
@@ -474,9 +474,9 @@ ROWS = {
     "smoke-2": in_turn(
         2,
         "models with experts and hybrid ones train on two GPUs",
-        "train qwen3_moe_toy iters=10 tp=2 run.dir={}/tp2",
-        "train qwen3_moe_toy iters=10 dp=2 ep=2 gbs=2 run.dir={}/ep2",
-        "train nemotron3_nano_toy iters=10 tp=2 run.dir={}/hybrid",
+        "train qwen3_moe_0p8b iters=10 tp=2 run.dir={}/tp2",
+        "train qwen3_moe_0p8b iters=10 dp=2 ep=2 gbs=2 run.dir={}/ep2",
+        "train nemotron3_nano_0p1b iters=10 tp=2 run.dir={}/hybrid",
     ),
     "fp8-bench": measured(
         1,

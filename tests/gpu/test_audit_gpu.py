@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 TOY = ("qwen3_toy", "gbs=4", "seq=128")
 NEMOTRON = (
-    "nemotron3_nano_toy",
+    "nemotron3_nano_0p1b",
     "cuda_graph=te",
     "precision=fp8_tensorwise",
     "model.moe_expert_capacity_factor=1.0",

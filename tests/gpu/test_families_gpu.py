@@ -21,7 +21,7 @@ MODELS = {
     "olmoe": f"olmoe_toy {_SMALL}",
     "z-loss": f"qwen3_moe_toy {_SMALL} model.moe_z_loss_coeff=0.01",
     "qwen3_next": f"qwen3_next_toy {_SMALL} numerics.virtual_shards=4 numerics.data_shards=2",
-    "super": "nemotron3_nano_toy gbs=2 iters=3 seq=128 numerics.virtual_shards=2 model.hybrid_layer_pattern=ME*E "
+    "super": "nemotron3_nano_0p1b gbs=2 iters=3 seq=128 numerics.virtual_shards=2 model.hybrid_layer_pattern=ME*E "
     "model.moe_latent_size=128 model.mtp_num_layers=2 model.mtp_use_repeated_layer=true "
     "model.mtp_hybrid_override_pattern=*E",
 }

@@ -25,6 +25,11 @@ pytestmark = [
 TOY = "qwen3_toy mbs=2 gbs=8"
 FOUR = "iters=4 save=2"
 EXPERTS = f"{SMALL_EXPERTS} iters=4 gbs=4"
+# The latents and heads of the whole model, which the kernels of attention take.
+LATENT = (
+    "deepseek_v3_toy seq=2048 model.kv_lora_rank=512 model.qk_head_dim=128 model.qk_pos_emb_head_dim=64 "
+    "model.v_head_dim=128"
+)
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 BIASES = "model.add_bias_linear=true model.add_qkv_bias=true"
 INTERLEAVED = "model.virtual_pipeline_model_parallel_size=2"
@@ -75,7 +80,7 @@ GROUPS = {
         ("dp=1", "dp=2 ep=2", f"dp=4 ep=4 {OVERLAP}", "tp=2 dp=2 ep=4 mbs=2", f"tp=2 dp=4 ep=8 {OVERLAP}"),
     ),
     "data-hybrid": (
-        "nemotron3_nano_toy iters=4 gbs=4 seq=128 numerics.data_shards=4 numerics.expert_groups=4",
+        "nemotron3_nano_0p1b iters=4 gbs=4 seq=128 numerics.data_shards=4 numerics.expert_groups=4",
         ("dp=1", "dp=2 ep=2", f"dp=4 {OVERLAP}", "tp=2 dp=2 ep=4"),
     ),
     "graphs": (
@@ -101,20 +106,20 @@ GROUPS = {
         ("dp=1", *(f"dp=2 ep=2 cuda_graph={kind}" for kind in ("off", "te", "full"))),
     ),
     "graphs-hybrid": (
-        "nemotron3_nano_toy iters=8 gbs=2 seq=128",
+        "nemotron3_nano_0p1b iters=8 gbs=2 seq=128",
         ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te", "tp=2 ep=2 cuda_graph=full"),
     ),
     "latent": (
-        "moonlight_toy iters=8 gbs=2",
+        "moonlight_1b iters=8 gbs=2",
         ("tp=1", "tp=2", "tp=2 ep=2", "pp=2", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=full"),
     ),
-    "latent-v3": ("deepseek_v3_toy iters=4 gbs=2", ("tp=1", "tp=2 ep=2", "tp=4 ep=4")),
+    "latent-v3": (f"{LATENT} iters=4 gbs=2", ("tp=1", "tp=2 ep=2", "tp=4 ep=4")),
     "muon": (
         f"{TOY} iters=4 numerics.data_shards=2 {MUON}",
         ("tp=1", "tp=2", "pp=2", f"dp=2 {LAYER_WISE}", f"tp=2 dp=2 {LAYER_WISE}", "tp=4"),
     ),
     "muon-latent": (
-        f"deepseek_v3_toy iters=4 gbs=2 numerics.data_shards=2 {MUON}",
+        f"{LATENT} iters=4 gbs=2 numerics.data_shards=2 {MUON}",
         ("tp=1", "tp=2 ep=2", f"dp=2 ep=2 {LAYER_WISE}", "tp=4 ep=4"),
     ),
     "llama": ("llama32_toy iters=4 gbs=2", ("tp=1", "tp=2", "tp=4")),

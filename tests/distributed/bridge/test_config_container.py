@@ -236,7 +236,7 @@ def test_nemotron_is_the_model_of_bridges_recipe(families):
 def test_a_toy_is_the_real_model_made_small(toy, real):
     sizes = {"num_layers", "num_moe_experts", "moe_router_topk", "hybrid_layer_pattern", "hidden_size", "seq_length"}
     sizes |= {"ffn_hidden_size", "num_attention_heads", "num_query_groups", "mamba_num_heads", "vocab_size"}
-    sizes |= {"moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"}
+    sizes |= {"moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "kv_channels", "mamba_head_dim"}
     assert differing(build(toy).model, build(real).model).keys() <= sizes
 
 

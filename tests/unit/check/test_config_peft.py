@@ -53,7 +53,7 @@ def test_the_parameters_of_adapters_of_mamba_and_latents():
     inner, groups = model["mamba_num_heads"] * model["mamba_head_dim"], model["mamba_num_groups"]
     rows = 2 * inner + 2 * groups * model["mamba_state_dim"] + model["mamba_num_heads"]
     result = adapters(ModelShape(model), "M", 8, finetuning.TARGETS)
-    assert result.total == 8 * (1024 + rows + inner + 1024)
+    assert result.total == 8 * (256 + rows + inner + 256)
     latent = compose(LATENT[0], device="cpu").config.model
     heads, kv, q = latent["num_attention_heads"], latent["kv_lora_rank"], latent["q_lora_rank"]
     own, turned, value = (latent[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))

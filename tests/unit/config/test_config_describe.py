@@ -42,13 +42,17 @@ TOYS = {
     (1, 2, 4, 8): {
         **dict.fromkeys(("llama32_toy", "qwen25_toy", "qwen3_toy", "gemma3_toy"), _DENSE),
         **dict.fromkeys(("gpt_oss_toy", "olmoe_toy"), _EXPERTS),
-        "moonlight_toy": 2 * 163840 * 2048 + _LATENTS + 3 * 2048 * (11264 + 3 * 1408 * (8 + 2)),
-        "deepseek_v3_toy": 64.0e6,
+        "moonlight_1b": 2 * 163840 * 2048 + _LATENTS + 3 * 2048 * (11264 + 3 * 1408 * (8 + 2)),
+        "moonlight_toy": 256 * (2 * 4096 + 4 * (720 + 128) + 3 * (512 + 8 + 30 * 256)),
+        "deepseek_v3_toy": 8.31e6,
         "qwen3_next_toy": 2 * 4096 * 256 + 256 * (2 * 784 + 512) + 2 * 256 * 1280 + 3 * 9 * 3 * 256 * 256 + 2 * 256**2,
         "glm45_toy": 2 * 4096 * 256 + _GLM,
     },
-    (1, 2, 4): {"qwen3_moe_toy": 2 * 151936 * 2048 + 4 * (2048 * 128 * 72 + 3 * 2048 * 768 * 8)},
-    (1, 2): {"nemotron3_nano_toy": 0.127e9},
+    (1, 2, 4): {
+        "qwen3_moe_0p8b": 2 * 151936 * 2048 + 4 * (2048 * 128 * 72 + 3 * 2048 * 768 * 8),
+        "qwen3_moe_toy": 2 * 4096 * 256 + 4 * (256 * 32 * 24 + 3 * 256 * 256 * 8),
+    },
+    (1, 2): {"nemotron3_nano_0p1b": 0.127e9, "nemotron3_nano_toy": 10.2e6},
 }
 SIZES = [(model, *row) for table in (PUBLISHED, TOYS) for row in table.items() for model in row[1]]
 

@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from tests.unit.docs.markdown import DOCUMENTS, Document
+from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.settings import run_config
+from tp_invariant_recipes.settings import conf_files, run_config
 from tp_invariant_recipes.sizing import activations, memory, room
 from tp_invariant_recipes.sizing.memory import (
     ACTIVATIONS,
@@ -31,7 +32,7 @@ BENCHMARK = (
     ("qwen3_8b", "tp=4 seq=2048", 37.56, 1.004),
     ("qwen3_8b", "tp=4 seq=8192", 46.00, 1.005),
     ("qwen3_30b_a3b", "tp=2 ep=2 seq=2048 gbs=2 model.num_layers=8", 49.42, 0.998),
-    ("qwen3_moe_toy", "tp=2 seq=2048 gbs=2", 9.18, 0.976),
+    ("qwen3_moe_0p8b", "tp=2 seq=2048 gbs=2", 9.18, 0.976),
     ("llama32_1b", "tp=2 seq=2048 gbs=2", 12.37, 1.026),
     ("moonlight_16b_a3b", f"tp=2 ep=2 seq=2048 gbs=2 {FOUR_LAYERS}", 22.99, 0.999),
     ("qwen3_8b", "tp=2 seq=2048", 74.40, 1.008),
@@ -73,6 +74,15 @@ def estimate(model: str, overrides: str = "", *, device: str = "gpu") -> Estimat
         if field:
             tree = tree.with_fields(section, **{field: yaml.safe_load(value)})
     return memory.estimate(tree)
+
+
+@pytest.mark.parametrize("model", [name for name in conf_files.groups()["model"] if name.endswith("_toy")])
+def test_a_toy_is_a_toy(model):
+    """Its step takes a second on two cores, in every mode that covers it."""
+    config = compose(model, device="cpu").config
+    assert describe.parameters(config.shape) <= 20e6
+    assert config.model["seq_length"] <= 512
+    assert memory.estimate(config).rank <= 2 * GIB
 
 
 def document(name: str) -> Document:
