@@ -2,15 +2,11 @@
 
 import errno
 import os
-import re
 import signal
-import stat
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import tp_invariant_recipes
 from tp_invariant_recipes import files
 from tp_invariant_recipes.files import sync_folder, write_atomically
 
@@ -62,25 +58,6 @@ def test_a_process_killed_between_write_and_rename_leaves_the_old_file(file_alon
     assert file_alone.read_bytes() == NEW
 
 
-def test_the_file_is_synced_then_renamed_then_the_folder_is_synced(file_alone, monkeypatch):
-    steps = []
-    sync, replace = os.fsync, os.replace
-
-    def synced(descriptor):
-        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        steps.append(("sync", "folder" if folder else "file", file_alone.read_bytes()))
-        sync(descriptor)
-
-    def replaced(source, target):
-        steps.append(("rename", Path(target).name, Path(source).read_bytes()))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", replaced)
-    write_atomically(file_alone, NEW)
-    assert steps == [("sync", "file", OLD), ("rename", file_alone.name, NEW), ("sync", "folder", NEW)]
-
-
 @pytest.mark.parametrize("call", ("fsync", "replace"))
 def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(file_alone, monkeypatch, call):
     monkeypatch.setattr(os, call, fails(OSError(errno.ENOSPC, "No space left on device")))
@@ -97,23 +74,6 @@ def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, m
     monkeypatch.setattr(os, "fsync", fails(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
         sync_folder(tmp_path)
-
-
-def test_no_other_module_writes_beside_a_file_and_renames():
-    """But data/text.py, which publishes two files in order, and checkpoints.py, which moves folders aside.
-
-    inference/output.py publishes lines that were appended, and score/vocabulary.py what lies beside them.
-    """
-    package = Path(tp_invariant_recipes.__file__).parent
-    renames = re.compile(r"os\.(replace|rename)\(|\.rename\(|\.new\"")
-    results = {str(path.relative_to(package)) for path in package.rglob("*.py") if renames.search(path.read_text())}
-    assert results == {
-        "files.py",
-        "data/text.py",
-        "runs/checkpoints.py",
-        "features/inference/output.py",
-        "features/score/vocabulary.py",
-    }
 
 
 def test_a_disk_without_inodes_or_quota_is_not_called_short_of_bytes(tmp_path, monkeypatch):

@@ -124,11 +124,6 @@ def test_json_that_is_refused(text, words):
         parse_json(text, most=6 if "6" in words else reading.NODES)
 
 
-def test_json_that_is_read():
-    assert parse_json(b"[" * DEPTH + b"]" * DEPTH)
-    assert parse_json(b'"\\ud83d\\ude00"') == "\U0001f600"
-
-
 def test_an_alias_counts_whenever_it_is_repeated(monkeypatch):
     monkeypatch.setattr(reading, "NODES", 20)
     assert parse_yaml(b"a: &a [1, 2]\nb: [*a, *a]\n") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}

@@ -299,16 +299,6 @@ def test_text_is_kept_by_content_tokenizer_and_key_and_foreseeing_writes_nothing
         find_prepared(tmp_path / "half", cache, make=False)
 
 
-def test_the_digest_of_a_large_dataset_is_read_once(tmp_path, monkeypatch):
-    prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
-    first = read_index(tmp_path / "out", tmp_path / "cache")
-    monkeypatch.setattr(text, "_digest", None)
-    assert read_index(tmp_path / "out", tmp_path / "cache") == first
-    os.utime(tmp_path / "out.bin", ns=(1, 1))
-    with pytest.raises(TypeError):
-        read_index(tmp_path / "out", tmp_path / "cache")
-
-
 def test_tokenizer_must_be_byte_or_a_folder_and_an_output_needs_a_name(tmp_path):
     folder = write_texts(tmp_path / "in", a__txt="abc")
     with pytest.raises(DataError, match="tpi downloads nothing"):

@@ -25,11 +25,6 @@ KEYS = {
 }
 
 
-def test_the_counts_of_the_documentation():
-    rows = [{"tree": state} for state in SCRIPT["STATES"]]
-    assert SCRIPT["sentence"](rows) == "1 of 4 recipes are covered, 1 with keys; 1 are refused, and 1 are not here."
-
-
 def test_names_of_one_recipe_are_one(monkeypatch):
     """Aliases of one function, and names that differ by the number of GPUs alone."""
     functions = {

@@ -2,7 +2,6 @@
 
 import io
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,15 +85,6 @@ def test_a_watcher_says_so(plan, progress_file, kind):
     assert output.getvalue().count("a line of another kind is not shown: Input should be a valid dictionary") == 1
 
 
-@pytest.mark.parametrize("kind", (Bar, Lines))
-def test_the_first_step_says_where_the_seconds_went(plan, progress_file, kind):
-    output = io.StringIO()
-    with kind(plan, Console(file=output, width=200)) as tick:
-        progress_file.write_text(progress_line(start={"imports": 4.7, "step": 0.6}) + progress_line(step=2))
-        tick()
-    assert output.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1
-
-
 def test_the_log_of_an_earlier_attempt_is_not_repeated(plan):
     plan.run_dir.logs.mkdir()
     plan.run_dir.bridge_log.write_text("earlier\n")
@@ -118,14 +108,3 @@ def test_a_count_estimates_the_rest_from_what_was_done_since_it_began(monkeypatc
         "scoring: 60 of 100 sequences, about 0:01:20 left",
         "scoring: 99 of 100 sequences",  # less than two seconds is no word worth
     ]
-
-
-def test_what_has_no_count_says_at_times_that_it_goes_on(monkeypatch):
-    output = io.StringIO()
-    monkeypatch.setattr(progress, "STILL", 0.01)
-    with progress.busy(Console(file=output, width=80), "reading weights"):
-        deadline = time.monotonic() + 60
-        while "so far" not in output.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    first, second, *_ = output.getvalue().splitlines()
-    assert (first, second) == ("reading weights …", "reading weights: 0 s so far …")

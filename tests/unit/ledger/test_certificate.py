@@ -266,12 +266,6 @@ def test_the_command_packs_and_checks(cli, run_to_certify, monkeypatch):
     assert cli("compare", "run", "run.tpicert").status == 0
 
 
-def test_an_unfinished_run_is_reported(cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_directory(tmp_path / "run", steps=2, planned=5)
-    assert "the run has 2 of 5 steps: it was not finished" in cli("certify", "run").out
-
-
 # Arguments, and what the message must hold.
 MISTAKES = (
     ([], "name a run directory to certify, or a certificate to check: --check FILE"),

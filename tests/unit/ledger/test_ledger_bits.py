@@ -1,7 +1,6 @@
 """Exact text of floats: every pattern survives, nothing is rounded, order and distance are those of the numbers."""
 
 import math
-import random
 import struct
 
 import numpy
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.ledger.bits import bits_float, float_bits, readable, rounded_to_f32, ulp_distance
+from tp_invariant_recipes.ledger.bits import bits_float, float_bits, readable, ulp_distance
 
 QUIET, SIGNALLING, NEGATIVE_NAN = 0x7FC00000, 0x7F800001, 0xFFA12345
 F32_PATTERNS = st.one_of(
@@ -114,28 +113,8 @@ def next_up_f32(value: float) -> float:
     return float(numpy.nextafter(numpy.float32(value), numpy.float32(math.inf)))
 
 
-def test_distances_that_are_known():
-    assert ulp_distance("f32:3f800000", "f32:3f800003") == 3
-    assert ulp_distance("f32:80000000", "f32:00000000") == 1
-    assert ulp_distance("f32:80000001", "f32:00000001") == 3
-    assert ulp_distance("f32:3f800000", "f64:3ff0000000000000") is None
-    assert ulp_distance("f32:00000001", "f64:0000000000000001") is None
-    assert ulp_distance(f32(QUIET), f32(QUIET)) is None
-
-
 def test_readable_is_short():
     assert readable(float_bits(struct.unpack(">f", struct.pack(">f", 6.2411))[0], 32)) == 6.2411
     assert readable("f64:3f33a92a30553261") == 3e-4
     assert readable("f32:ff800000") == "-inf"
     assert readable(f32(NEGATIVE_NAN)) == "nan"
-
-
-def test_a_decimal_for_people_has_the_fewest_digits():
-    """Powers of two have fewer numbers that round to them from below: fewer digits may read back where six do not."""
-    draws = random.Random(3)
-    patterns = [draws.getrandbits(31) % 0x7F80_0000 for _ in range(200)]
-    for pattern in [*patterns, *(n << 23 for n in range(1, 255)), *range(1, 200)]:
-        text = f"f32:{pattern:08x}"
-        value = bits_float(text)
-        tried = (float(f"{value:.{digits}g}") for digits in range(1, 10))
-        assert readable(text) == next(number for number in tried if rounded_to_f32(number) == value)

@@ -238,18 +238,6 @@ def test_every_line_is_in_the_file_at_once(tmp_path):
     assert len(read(tmp_path).steps) == 2
 
 
-def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
-    if not os.access("/dev/full", os.W_OK):
-        pytest.skip("no /dev/full")
-    writer = LedgerWriter(tmp_path).create(HEADER)
-    writer._descriptor = os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(RunError, match=f"{tmp_path}/ledger.jsonl.*No space"):
-        writer.append(numbered_step(1))
-    assert writer.last_step == 0
-    with pytest.raises(RunError, match="not open"):
-        writer.append(numbered_step(1))
-
-
 def _deleted(file: Path) -> None:
     file.unlink()
 
@@ -331,13 +319,6 @@ def test_a_run_that_goes_on_drops_what_followed_its_training(tmp_path):
     assert read(tmp_path / "ledger.replaced-1.jsonl").steps[1].evaluations == DURING | AFTER
 
 
-def test_a_header_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
-    with pytest.raises(RunError):
-        LedgerWriter(tmp_path).create(HEADER)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_missing_directory_is_a_run_error(tmp_path):
     with pytest.raises(RunError, match=r"none/ledger\.jsonl"):
         LedgerWriter(tmp_path / "none" / "ledger.jsonl").create(HEADER)
@@ -379,18 +360,6 @@ def test_the_old_file_survives_a_disk_that_fills_up_on_resume(tmp_path, monkeypa
     with pytest.raises(RunError, match="No space"):
         resume(tmp_path, HEADER, 3)
     assert (tmp_path / "ledger.jsonl").read_bytes() == before
-
-
-def test_the_old_file_is_put_aside_before_it_is_replaced(tmp_path, monkeypatch):
-    before = write_steps(tmp_path / "ledger.jsonl", 5)
-    monkeypatch.setattr(os, "replace", lambda source, target: (_ for _ in ()).throw(OSError(5, "crash")))
-    with pytest.raises(RunError, match="crash"):
-        resume(tmp_path, HEADER, 3)
-    assert (tmp_path / "ledger.jsonl").read_bytes() == before
-    assert (tmp_path / "ledger.replaced-1.jsonl").read_bytes() == before
-    monkeypatch.undo()
-    resume(tmp_path, HEADER, 3).close()
-    assert read(tmp_path).steps == tuple(numbered_step(step) for step in (1, 2, 3))
 
 
 def test_resume_refuses_another_identity_and_names_it(tmp_path):

@@ -15,17 +15,14 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from tests import ledgers
-from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger import dumps, reader
+from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.ledger.run_files import Attempt, RunFile
-from tp_invariant_recipes.machine import progress
-from tp_invariant_recipes.report import figures as curves
 from tp_invariant_recipes.report import page
-from tp_invariant_recipes.report.figures import COLOURS, Drawing, settings
-from tp_invariant_recipes.report.page import png, svg
+from tp_invariant_recipes.report.figures import COLOURS
+from tp_invariant_recipes.report.page import png
 from tp_invariant_recipes.report.runs import gather
 
 NAMES = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.$x$<b>.weight")
@@ -147,17 +144,6 @@ def test_the_first_table_says_what_was_trained_where_and_how_it_ended(tmp_path):
     assert "model" not in gather([run]).runs[0].facts
 
 
-def test_a_logarithmic_axis_is_labelled_by_numbers():
-    def draw(figure):
-        axes = figure.add_subplot(111)
-        axes.plot([1, 2, 3], [1e-2, 1e3, 1e9])
-        axes.set_yscale("log")
-
-    drawn = svg(Drawing("log", "title", "alt", "note", 3.0, draw))
-    assert "$" not in drawn
-    assert ">1e+06</text>" in drawn
-
-
 def reports(folder: Path) -> Iterator[tuple[str, tuple[Path, ...]]]:
     """Pages, and the runs on each."""
     first = write_run(folder / "tp1")
@@ -190,14 +176,6 @@ def test_a_page_says_what_is_expected(tmp_path, data_regression):
         }
         pages[title] = json.loads(json.dumps(content).replace(f"{tmp_path}/", ""))
     data_regression.check(pages, fullpath=Path(__file__).parent / "pages.yml")
-
-
-def test_equal_headers_are_told(tmp_path):
-    assert "All fields are equal." in text_of(write_run(tmp_path / "tp1"), write_run(tmp_path / "tp2")).text
-
-
-def test_a_run_that_has_only_begun_has_an_image(tmp_path):
-    assert png(page.sections(gather([write_run(tmp_path / "begun", steps=0)]))[0].drawings)
 
 
 def test_dumps_say_the_distance_of_tensors(differing_runs):
@@ -329,15 +307,6 @@ def test_the_same_ledgers_give_the_same_image(pair):
     assert images[0] == images[1]
 
 
-def test_settings_of_the_user_and_of_the_page_leave_each_other_alone():
-    import matplotlib
-
-    with matplotlib.rc_context({"font.size": 31, "axes.grid": False}):
-        with settings():
-            assert matplotlib.rcParams["font.size"] == 9
-        assert matplotlib.rcParams["font.size"] == 31
-
-
 # Steps, parameters, digests every so many steps, the limit of the page, and how many steps a point stands for.
 MUCH = (
     pytest.param(501, 65, 2, 600, 2, id="more steps and parameters than places"),
@@ -402,52 +371,9 @@ def test_page_and_image_are_two_files(cli, differing_runs, tmp_path, monkeypatch
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_a_run_that_cannot_be_read_is_named(cli, differing_runs, tmp_path):
-    done = cli("report", differing_runs[0], tmp_path / "none", "--out", tmp_path / "x.html")
-    assert done.status == 2
-    assert "none does not exist" in done.err
-    assert not (tmp_path / "x.html").exists()
-
-
 def test_a_page_that_cannot_be_written_leaves_nothing(cli, tmp_path):
     (tmp_path / "file").touch()
     done = cli("report", write_run(tmp_path / "tp1", steps=1), "--out", tmp_path / "file" / "x.html")
     assert done.status == 2
     assert "cannot write" in done.err
     assert {file.name for file in tmp_path.iterdir()} == {"tp1", "file"}
-
-
-def test_whatever_scrolls_has_a_shadow_where_it_goes_on(html):
-    rule = re.search(r"\.scroll \{[^}]*\}", html)[0]
-    assert "overflow-x: auto" in rule
-    assert rule.count("local no-repeat") == rule.count("scroll no-repeat") == 2  # covers that move, shadows that do not
-    assert html.count("<table") == len(re.findall(r'<div class="scroll"[^>]*>\s*<table', html))
-
-
-@pytest.mark.release
-def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
-    runs = [write_run(tmp_path / name) for name in "ab"]
-    monkeypatch.setattr(progress, "PATIENCE", 1e9)
-    quick = cli("report", *runs, "--out", tmp_path / "quick.html")
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    monkeypatch.setattr(progress, "EVERY", 0.0)
-    monkeypatch.setattr(reader, "PROGRESS_EVERY", 3)
-    monkeypatch.setattr(compare, "PROGRESS_EVERY", 3)
-    slow = cli("report", *runs, "--out", tmp_path / "slow.html")
-    assert (quick.status, quick.err, slow.status) == (0, "", 0)
-    assert slow.out == quick.out.replace("quick.", "slow.")
-    output = slow.err.splitlines()
-    assert [line.partition(":")[0] for line in output[:4]] == [f"reading {run}" for run in runs for _ in range(2)]
-    assert "comparing: step 3 of 6" in output
-    figures = [line for line in output if line.startswith("drawing: figure ")]
-    assert figures[0] == f"drawing: figure 1 of {len(figures)}"
-    assert output[-1] == f"drawing the image: figure {len(figures)} of {len(figures)}"
-
-
-def test_a_point_of_a_long_curve_is_the_median_of_its_steps():
-    """One spike in a block shows in its range, and not in its middle."""
-    points = [(step, 9.0 if step % 3 == 0 else 0.0) for step in range(3 * curves.POINTS)]
-    drawn = curves.curve(points)
-    assert drawn.block == 3
-    assert {*drawn.y.tolist()} == {0.0}
-    assert {*drawn.high.tolist()} == {9.0}

@@ -131,12 +131,6 @@ def test_the_lock_of_a_killed_process_is_taken_over_with_a_remark(locked_run, ot
         assert json.loads(locked_run.lock.read_text())["pid"] == os.getpid()
 
 
-def test_a_process_that_nobody_has_waited_for_is_dead(locked_run, other):
-    other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    assert lock._started(other.pid) is None
-
-
 def _linger(ready, inherited) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ready.set()

@@ -90,22 +90,6 @@ def test_a_directory_that_cannot_be_written_is_refused(empty_folder, monkeypatch
         choose("x" * 300, "name")
 
 
-def test_the_home_folder_may_be_a_tilde(empty_folder, monkeypatch):
-    monkeypatch.setenv("HOME", str(empty_folder))
-    assert choose("~/run", "name").path == empty_folder / "run"
-    (empty_folder / "run").touch()
-    with pytest.raises(RunError, match="is a file"):
-        choose("~/run", "name")
-
-
-def test_every_file_has_a_place_of_its_own(empty_folder):
-    run = RunDir(empty_folder)
-    places = [getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, run_dir.File)]
-    places += [run.rank_log(0), run.rank_log(1), run.failure(0), run.failure(1)]
-    assert len({str(place) for place in places}) == len(places)
-    assert all(empty_folder in place.parents for place in places)
-
-
 def test_files_are_what_other_programs_read(empty_folder):
     """In the order in which they are written. YAML has infinities, JSON has none."""
     config, versions = {"b": 1, "a": {"z": None, "c": math.inf}}, {"torch": None, "é": [1, {"b": None}]}
@@ -146,13 +130,6 @@ def test_a_full_disk_is_reported_with_what_is_free_and_what_to_change(empty_fold
         RunDir(empty_folder).write(RunDir(empty_folder).run, {})
     why = f"the disk is full: 1.0 MiB are free for {empty_folder}; set run.dir=PATH"
     assert str(error.value) == f"cannot write {empty_folder}/run.json: {why}"
-
-
-def test_a_place_that_cannot_be_written_is_named(empty_folder):
-    (empty_folder / "file").touch()
-    run = RunDir(empty_folder / "file" / "run")
-    with pytest.raises(RunError, match=f"cannot write {run.config}: Not a directory"):
-        run.write(run.config, {})
 
 
 @pytest.mark.parametrize("content", (None, "{", "[1", "\x00"), ids=("missing", "cut", "cut list", "garbage"))

@@ -16,7 +16,6 @@ from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.launch.record import RunRequest
-from tp_invariant_recipes.ledger import tail
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.runs import attempts, overview
@@ -149,13 +148,6 @@ def test_a_torn_line_does_not_count_and_a_line_over_it_does_not_either():
     assert overview.row(run).step == 3
 
 
-def test_the_end_of_a_ledger_is_what_the_whole_of_it_says(monkeypatch):
-    monkeypatch.setattr(tail, "_BLOCK", 7)  # lines longer than a block
-    for steps in (0, 1, 3):
-        run = a_run(f"a{steps}", steps=steps)
-        assert tail.last_step(run / "ledger.jsonl") == (steps, LOSSES[steps - 1] if steps else None)
-
-
 def test_links_in_a_circle_end_and_names_control_no_terminal(cli):
     a_run("a")
     Path("runs/loop").symlink_to(Path("..", "runs"))
@@ -241,31 +233,10 @@ def test_a_run_whose_end_did_not_fit_on_the_disk_says_disk_full(cli, monkeypatch
     assert overview.row(run).state == "killed"
 
 
-def test_a_reason_that_begins_with_a_heading_has_the_line_below_it(cli):
-    run = a_run("a", outcome=None)
-    attempts.end(RunDir(run), "failed", "2 problems:\n\n  tp=3 does not divide 4\n  more")
-    assert len(cli("runs").out.splitlines()) == 2
-    assert cli("runs").out.endswith("  2 problems: tp=3 does not divide 4\n")
-    attempts.end(RunDir(run), "failed", " \n")
-    assert cli("runs").status == 0
-
-
 def test_no_folder_and_no_run(cli):
     assert cli("runs").out == "no run below runs\n"
     ended = cli("runs", "nowhere")
     assert (ended.status, ended.err) == (2, "error: nowhere: there is no such folder\n")
-
-
-def test_thousands_of_runs_are_read_by_their_ends(monkeypatch):
-    """Of each run a bounded part is read, whatever the length of its ledger."""
-    a_run("a")
-    read: list[int] = []
-    original = tail._newline_before
-    monkeypatch.setattr(tail, "_newline_before", lambda *where: read.append(1) or original(*where))
-    for number in range(50):
-        shutil.copytree("runs/a", f"runs/{number}")
-    assert len(overview.rows(Path("runs"))) == 51
-    assert len(read) == 2 * 51
 
 
 def test_the_last_is_the_latest_that_can_go_on():
@@ -341,15 +312,9 @@ def test_the_end_of_a_run_says_where_things_are():
         "wandb sync --append 'runs/a b/wandb/offline-run-1-x'",
         "next: tpi compare 'runs/a b' runs/newer   tpi report 'runs/a b' runs/newer",
     ]
-    (run / "wandb" / "offline-run-2-x").mkdir()
-    assert overview.places(RunDir(run))["wandb_sync"] == "wandb sync --append 'runs/a b/wandb'/offline-run-*"
-    shutil.rmtree(run / "wandb")
-    (run / "wandb" / "run-1-x").mkdir(parents=True)
-    assert overview.places(RunDir(run))["wandb_sync"] is None
-    assert "wandb: runs/a b/wandb" in overview.place_lines(overview.places(RunDir(run)))
     for kind, name in (("mlflow", ""), ("comet", "1.zip")):
         (run / kind / name).mkdir(parents=True)
-    assert overview.place_lines(overview.places(RunDir(run)))[3:5] == [
+    assert overview.place_lines(overview.places(RunDir(run)))[-3:-1] == [
         "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri 'runs/a b/mlflow'",
         "comet upload 'runs/a b/comet/1.zip'",
     ]

@@ -83,16 +83,6 @@ def test_the_nearest_layouts_that_are_named_fit_and_none_between_does(tp, dp, mo
         assert (misfits(job(tp, other, cluster__gpus_per_node=most)) == []) == (other in named)
 
 
-def test_ranks_that_do_not_fill_nodes():
-    assert run_config.allocation_of(job(4, 3)) == Allocation(2, 8, 8)
-    assert job_problems(4, 3) == [
-        "tp=4 * pp=1 * cp=1 * dp=3 = 12 ranks do not fill nodes of 8; the nearest that do: dp=2 (8 ranks) or dp=4 "
-        "(16 ranks); or other nodes: cluster.ranks_per_node=N"
-    ]
-    (problem,) = job_problems(8, 1, cluster__ranks_per_node=5)
-    assert "the nearest that do: dp=5 (40 ranks); or" in problem
-
-
 # The rule that refuses -> fields of a job of one rank. On a node, these still hold.
 MISFITS = {
     "no_gpu_memory": ({"cluster__gpu_memory": 0},),
@@ -220,11 +210,6 @@ def test_what_the_job_or_its_step_says_itself_is_no_option(key, what, names):
         assert problem == f"{key}: {name}=1: the {what} says {name} itself; {instead}"
 
 
-def test_an_image_that_is_there(tmp_path: Path):
-    (tmp_path / "a.sqsh").touch()
-    assert job_problems(cluster__container=f"{tmp_path}/a.sqsh", cluster__python="python3") == []
-
-
 def test_everything_is_reported_at_once():
     problems = job_problems(
         3,
@@ -251,17 +236,6 @@ def test_everything_is_reported_at_once():
 
 
 @pytest.mark.parametrize(
-    "text, seconds",
-    (
-        ("0", 0), ("30", 1800), ("090", 5400), ("1:30", 90), ("90:00", 5400), ("4:00:00", 14400),
-        ("36:00:01", 129601), ("2-12", 216000), ("2-12:30", 217800), ("2-00:00:01", 172801),
-    ),
-)  # fmt: skip
-def test_time_limits(text, seconds):
-    assert parse_time(text) == seconds
-
-
-@pytest.mark.parametrize(
     "text",
     (
         *("", " 30", "30 ", "30\n", "-1", "1-", "-1:00", "1:", ":30", "1:2:3:4", "1-2:3:4:5", "1:-2", "1--2", "1-2-3"),
@@ -282,14 +256,3 @@ def test_every_way_to_write_a_time_limit_means_the_same(days, hours, minutes, se
     assert parse_time(f"{days}-{hours}:{minutes}") == whole - seconds
     assert parse_time(str(whole // 60)) == whole - seconds
     assert parse_time(f"{days}-{hours}") == whole - seconds - 60 * minutes
-
-
-def test_what_comes_of_the_command_line_is_what_the_rules_read():
-    tree = compose(
-        "qwen3_toy",
-        ["cluster=h100", "tp=8", "dp=2", "gbs=2", "slurm.time=90", "slurm.options=['--reservation=x']", "save=5"],
-        device="gpu",
-    ).config
-    assert check_job(PendingJob(tree, {})) == []
-    assert run_config.allocation_of(tree) == Allocation(2, 8, 8)
-    assert tree.layout.world == 16

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -63,6 +64,7 @@ FITS = (
     ("textwrap.TextWrapper.wrap", Other, textwrap.TextWrapper.wrap),
     ("plain", Union[Function, str], "plain"),
     (None, Optional[Function], None),
+    *((text, torch.dtype, torch.bfloat16) for text in ("bfloat16", "torch.bfloat16", "bf16")),
 )
 
 
@@ -97,6 +99,7 @@ WRONG = (
     ("os.sep", Function, "the dotted path of a function"),
     (3, Function, "Callable"),
     (3, Optional[Function], "Callable or null"),
+    *((text, torch.dtype, "dtype, such as bfloat16 (or bf16)") for text in ("nn", "torch.nn", "float65", "b")),
 )
 
 

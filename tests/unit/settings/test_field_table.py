@@ -1,7 +1,6 @@
 """The table of Bridge's fields: it answers without Bridge, counts only for the Bridge it came from, may be missing."""
 
 import dataclasses
-import json
 import os
 import sys
 import types
@@ -43,15 +42,6 @@ def written_table(file: Path) -> dict[str, Any]:
 def test_what_is_written_is_read(package, place):
     result = written_table(place())
     assert result == {"megatron.bridge.settings.Settings": SETTINGS | {"other": None}}
-
-
-def test_no_path_of_the_machine_is_in_it(package, tmp_path):
-    written_table(field_table.in_cache())
-    assert str(tmp_path) not in field_table.in_cache().read_text()
-
-
-def test_without_a_file_there_is_none(package):
-    assert field_table.read() == {}
 
 
 def test_it_does_not_count_when_bridge_has_changed(package):
@@ -140,14 +130,3 @@ def test_what_the_table_cannot_answer_is_asked_of_bridge(monkeypatch, override):
     schema.bridge_class.cache_clear()
     monkeypatch.setattr(schema.bridge, "load", load)
     assert problems_of(override) == ["Bridge was asked"]
-
-
-def test_an_unwritable_cache_is_no_error(monkeypatch):
-    monkeypatch.setattr(field_table, "read", dict)
-    monkeypatch.setattr(schema.bridge, "load", lambda: None)
-    monkeypatch.setattr(schema, "_located", lambda path: int)
-    monkeypatch.setattr(schema, "fields", lambda cls: {})
-    monkeypatch.setattr(field_table, "write", lambda file, classes: json.loads("not written"))
-    schema._keep_fields.cache_clear()
-    schema._keep_fields()
-    schema._keep_fields.cache_clear()

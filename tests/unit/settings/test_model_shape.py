@@ -1,22 +1,9 @@
 """The shape of a model: Megatron-Core's defaults where a field is unset, and one place that reads each size."""
 
-import ast
-import inspect
-
 import pytest
 
-from tests.source_trees import trees
 from tp_invariant_recipes.settings.model_shape import ModelShape
 
-FIELDS = {
-    node.value
-    for node in ast.walk(ast.parse(inspect.getsource(ModelShape)))
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.replace("_", "").isalpha()
-} - {"model"}
-# Beside sources/, which writes and translates these fields: where a field may be unset, or a list, and that counts.
-OTHERS = {
-    "check/invariant/shards.py", "features/audit/campaign.py", "features/audit/options.py", "sizing/activations.py",
-}  # fmt: skip
 DENSE = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 2, "vocab_size": 100, "seq_length": 32}
 
 
@@ -46,24 +33,3 @@ def test_what_is_set_is_that():
 def test_a_size_that_every_model_has_is_missed_by_its_name(name, field):
     with pytest.raises(KeyError, match=field):
         getattr(ModelShape({key: value for key, value in DENSE.items() if key != field}), name)
-
-
-def reads(tree: ast.AST) -> list[str]:
-    """Fields that are read of a `model` by their names."""
-    results = []
-    for node in ast.walk(tree):
-        match node:
-            case ast.Subscript(value=section, slice=ast.Constant(value=str(name)), ctx=ast.Load()):
-                pass
-            case ast.Call(func=ast.Attribute(value=section, attr="get"), args=[ast.Constant(value=str(name)), *_]):
-                pass
-            case _:
-                continue
-        results += [name] if ast.unparse(section).split(".")[-1] == "model" else []
-    return results
-
-
-def test_no_other_file_reads_a_size_by_its_name():
-    named = {file.as_posix(): FIELDS & {*reads(tree)} for file, tree in trees().items()}
-    readers = {name for name, fields in named.items() if fields and not name.startswith("sources/")}
-    assert readers == OTHERS

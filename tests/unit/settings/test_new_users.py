@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import torch
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.data import examples
@@ -13,7 +12,6 @@ from tp_invariant_recipes.features.score import workflow as score
 from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import FLAGS, SHORT_KEYS, nearest
 from tp_invariant_recipes.settings.tables import field_table
-from tp_invariant_recipes.settings.values import WrongType, convert
 
 
 def problems(*overrides: str) -> list[str]:
@@ -69,17 +67,6 @@ def test_a_misspelt_recipe_keeps_its_kind(typed):
     assert nearest(typed.replace("pretrian", "sftt").replace("pretrain", "sft"), names) == (
         "; did you mean 'qwen3_8b_sft_config'?"
     )
-
-
-@pytest.mark.parametrize("text", ("bfloat16", "torch.bfloat16", "bf16"))
-def test_a_dtype_has_the_names_that_people_type(text):
-    assert convert(text, torch.dtype) is torch.bfloat16
-
-
-@pytest.mark.parametrize("text", ("nn", "torch.nn", "float65", "b"))
-def test_another_name_is_no_dtype_and_an_example_follows(text):
-    with pytest.raises(WrongType, match=r"expected dtype, such as bfloat16 \(or bf16\)"):
-        convert(text, torch.dtype)
 
 
 def test_score_names_every_file_that_is_unfit_before_it_reads_weights(cli, tmp_path, monkeypatch):

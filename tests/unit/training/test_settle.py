@@ -37,16 +37,3 @@ def test_a_model_with_experts_is_gone_after_its_pass(collector):
     settle()
     assert model() is None
     del gone
-
-
-def test_workspaces_of_products_are_freed_with_the_graph_that_they_lie_in(monkeypatch):
-    """cuBLAS keeps them; one of a few MiB would keep all memory of a graph's pool from being freed."""
-    from tp_invariant_recipes.training.settle import settle
-
-    happened = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    clear = ("_cuda_clearCublasWorkspaces", lambda: happened.append("workspaces"))
-    monkeypatch.setattr(torch._C, *clear, raising=False)  # torch for CPUs has none
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("cache"))
-    settle()
-    assert happened == ["workspaces", "cache"]

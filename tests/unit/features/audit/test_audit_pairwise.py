@@ -4,7 +4,6 @@ from itertools import combinations
 
 import pytest
 
-from tp_invariant_recipes.features.audit import options
 from tp_invariant_recipes.features.audit.pairwise import MOST, Covering, pairs, shrunk
 
 AXES = (
@@ -45,14 +44,6 @@ def test_a_cell_that_no_run_may_have_is_not_tried_and_its_pair_is_omitted():
     assert any({"dp=2", "eval"} <= cell for cell in cells)
 
 
-def test_cheap_cells_come_first_and_grow_by_what_costs_nothing():
-    _, cells = covered()
-    ranks = [sum(setting.startswith(("tp", "dp")) for setting in cell) for cell in cells]
-    assert ranks[0] == 0
-    assert max(ranks) == 2
-    assert sum(count == 2 for count in ranks) == 2  # the two pairs of tp and dp
-
-
 @pytest.mark.parametrize("cause", ({"tp=2"}, {"tp=2", "sinks"}, {"tp=2", "loss", "muon"}))
 def test_a_fault_is_shrunk_to_its_cause(cause):
     cell = frozenset(("tp=2", "loss", "sinks", "muon", "masks"))
@@ -64,13 +55,3 @@ def test_a_fault_is_shrunk_to_its_cause(cause):
 
     assert shrunk(cell, fails) == cause
     assert len(tried) == len(cell)
-
-
-def test_settings_have_short_names_of_their_own():
-    """A line of a result had 250 characters, with the folder of the texts."""
-    labels = [
-        options.label(setting) for axis in (*options.LAYOUTS.values(), *options.OPTIONS.values()) for setting in axis
-    ]
-    assert len({*labels}) == len(labels)
-    assert max(map(len, labels)) <= 24
-    assert options.label("model.num_layers=1") == "model.num_layers=1"

@@ -50,11 +50,3 @@ def test_a_stop_is_passed_on_and_ends_all(stops):
     with pytest.raises(Interrupted):
         calls.next()
     assert not len(calls)
-
-
-def test_calls_end_with_the_block_that_started_them():
-    calls = SideBySide(Stop())
-    calls.start("a", lambda: time.sleep(60))
-    [(_, process)] = calls._running.values()
-    calls.end()
-    assert process.exitcode == -signal.SIGKILL

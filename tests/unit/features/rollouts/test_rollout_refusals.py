@@ -10,9 +10,8 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.inference.model import _composed
-from tp_invariant_recipes.features.rollouts import decode, engine
+from tp_invariant_recipes.features.rollouts import engine
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
-from tp_invariant_recipes.numerics.products import sampling
 
 CONFIGURATIONS = (
     ("numerics=portable", ()),
@@ -108,40 +107,6 @@ def test_wrong_sizes_are_all_listed(sizes, wrong):
 def test_sizes_are_refused_before_a_model_is_read():
     with pytest.raises(ConfigError, match=r"chunk=0(.|\n)*block=3"):
         engine.Engine(None, chunk=0, block=3)
-
-
-def test_a_pass_sets_no_random_state():
-    """Sequence parallelism would, in every forward pass, and no CUDA graph captures it. Nor does a guard sample it."""
-    import torch
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    tracker, passes = get_cuda_rng_tracker(), decode.CachedPasses.__new__(decode.CachedPasses)
-    passes.model = torch.nn.Linear(1, 1)
-    passes.model.post_process = True
-    sampler = sampling.Sampler(1, "")
-    sampling.use(sampler)
-    with passes.entered():
-        with tracker.fork():  # of no state that is known: without the replacement an error
-            assert not passes.model.post_process
-        assert not passes.model.training
-        assert sampling._sampler is None
-    assert sampling._sampler is sampler
-    sampling.use(None)
-    assert "fork" not in vars(tracker)
-    assert passes.model.post_process
-    assert passes.model.training
-
-
-def test_only_weights_that_have_moved_release_cache_and_graphs(monkeypatch):
-    addresses = [1, 2]
-    monkeypatch.setattr(engine, "_addresses", lambda model: [*addresses])
-    made = engine.Engine.__new__(engine.Engine)
-    made.model, made._passes, made._addresses = None, "passes", [1, 2]
-    made.refit()
-    assert made._passes == "passes"
-    addresses[1] = 3
-    made.refit()
-    assert made._passes is None
 
 
 def test_equal_prompts_have_one_rank_and_loads_are_balanced():

@@ -1,11 +1,9 @@
 """Requests of rollouts: values of `Sampling`, JSONL in and out, and what is refused."""
 
 import json
-import multiprocessing
 import os
 import resource
 import signal
-import sys
 
 import numpy as np
 import pytest
@@ -87,13 +85,6 @@ def test_tokens_are_whole_numbers():
         Request("a", (5.0,), DRAWS)
 
 
-def test_filters_are_known():
-    limited = {"top_k": 5}, {"top_k": 0, "top_p": 0.9}, {}
-    assert all(Sampling(do_sample=True, **values).limited for values in limited)
-    assert not Sampling(do_sample=True, top_k=0).limited
-    assert not Sampling().limited
-
-
 def test_completions_end():
     def decode(tokens):
         return bytes(tokens).decode(errors="replace")
@@ -160,10 +151,6 @@ def test_prompts_are_text_ids_and_conversations(tmp_path, talking):
     assert [request.tokens for request in results] == [(6, 2, 7, 3), (1, 2), (4,), (6, 2, 7, 0, 3)]
     assert results[2].sampling == Sampling(do_sample=True, num_return_sequences=3, top_k=5)
     assert results[0].sampling == DRAWS
-
-
-def test_bytes_are_a_tokenizer(tmp_path):
-    assert read(tmp_path, [{"prompt": "ab"}], "byte")[0].tokens == (97, 98)
 
 
 REFUSED = (
@@ -308,20 +295,3 @@ def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         prompts.end_tokens(tmp_path, None, 512)
-
-
-def test_a_launcher_imports_no_megatron_for_its_ranks():
-    """Its warnings would be on the user's terminal: start/bridge.py imports it quietly."""
-
-    def look() -> None:
-        """Import the module as if for the first time; torch stays, since importing it takes seconds."""
-        for name in [name for name in sys.modules if name.startswith(("megatron", "tp_invariant_recipes"))]:
-            del sys.modules[name]
-        import tp_invariant_recipes.features.rollouts.rank  # noqa: F401
-
-        sys.exit("megatron.core" in sys.modules)
-
-    child = multiprocessing.get_context("fork").Process(target=look)
-    child.start()
-    child.join()
-    assert child.exitcode == 0
