@@ -12,8 +12,9 @@ SINGLE_RANK = (
     "qwen3_8b tp=1 cuda_graph=full numerics.virtual_shards=2 model.num_attention_heads=8 model.num_query_groups=2 "
     "model.ffn_hidden_size=3072 model.vocab_size=37984"
 )
+ALL = "stock,deterministic,tree"  # modes of a benchmark
 # The control starts from the weights of `tree`.
-WEIGHTS = "numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
+WEIGHTS = "numerics=deterministic numerics.initial_weights=invariant numerics.virtual_shards=null"
 # Small models wait for the host, so several share a GPU: a command takes so many shares of 19 GiB of each of its GPUs.
 # Others take FULL, which is a GPU of 80 GB. The rows cut qwen3_30b_a3b to a few layers.
 SHARE, FULL = 19 << 30, 4
@@ -41,7 +42,7 @@ class Command:
     def shareable(self) -> str:
         """The words for GPUs that others use: with peers' memory, a command that starts later would starve this one."""
         words = self.words.split()
-        takes = words[0] in ("train", "verify", "score") and "numerics=stock" not in words
+        takes = words[0] in ("train", "verify", "score") and "numerics=deterministic" not in words
         return f"{self.words} device.peer_memory=never" if takes else self.words
 
     @property
@@ -135,14 +136,14 @@ AS_PUBLISHED = (
     "model.attention_backend=unfused"
 )
 PEERS = "qwen3_0p6b model.num_layers=8 seq=2048 gbs=2 iters=8 ledger.state_digests=1"
-DRAWN = "numerics=stock numerics.initial_weights=megatron model.use_cpu_initialization=true"
+DRAWN = "numerics=deterministic numerics.initial_weights=megatron model.use_cpu_initialization=true"
 
 SCORE = "score {}/run {}/sequences.jsonl"
 
 
 def published_losses(gpus: int) -> Row:
     """Both layouts and stock train from the weights that Megatron draws on the CPU."""
-    trained = (("gather", 1, "1"), ("gather", gpus, str(gpus)), ("stock", 1, "stock"))
+    trained = (("gather", 1, "1"), ("gather", gpus, str(gpus)), ("deterministic", 1, "stock"))
     return Row(
         gpus,
         "numerics=gather at the settings of the published losses (scripts/published-losses compares them)",
@@ -170,7 +171,7 @@ def scored(gpus: int) -> Row:
             (Command(f"{SCORE} tp=1 --out {{}}/one.jsonl"),),
             (
                 Command(f"{SCORE} tp={gpus} --out {{}}/all.jsonl --against {{}}/one.jsonl"),
-                Command(f"{SCORE} tp={gpus} numerics=stock --out {{}}/stock.jsonl --against {{}}/one.jsonl", 1),
+                Command(f"{SCORE} tp={gpus} numerics=deterministic --out {{}}/stock.jsonl --against {{}}/one.jsonl", 1),
             ),
         ),
     )
@@ -333,7 +334,7 @@ ROWS = {
         4,
         "what tree and portable cost at TP 4 with CUDA graphs",
         *(
-            f"bench qwen3_8b tp=4 cuda_graph=full seq={seq} --modes stock,tree,portable --dir {{}}/{seq}"
+            f"bench qwen3_8b tp=4 cuda_graph=full seq={seq} --modes stock,deterministic,tree,portable --dir {{}}/{seq}"
             for seq in (2048, 8192)
         ),
     ),
@@ -343,7 +344,7 @@ ROWS = {
     "published-bench": measured(
         8,
         "what tree and digests cost at TP 8",
-        "bench qwen3_8b tp=8 --modes stock,tree,tree+digests --rounds 2 --steps 20 --dir {}/bench",
+        "bench qwen3_8b tp=8 --modes stock,deterministic,tree,tree+digests --rounds 2 --steps 20 --dir {}/bench",
     ),
     "experts": same_ledger(
         8,
@@ -482,7 +483,7 @@ ROWS = {
         1,
         "what a step in FP8 takes, stock and tree, against bf16",
         *(
-            f"bench {SINGLE_RANK} seq={seq} precision={name} --modes stock,tree --steps 8 --dir {{}}/{name}-{seq}"
+            f"bench {SINGLE_RANK} seq={seq} precision={name} --modes {ALL} --steps 8 --dir {{}}/{name}-{seq}"
             for seq in (8192, 2048)
             for name in ("fp8_tensorwise", "fp8_blockwise", "bf16")
         ),

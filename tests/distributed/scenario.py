@@ -15,7 +15,7 @@ from tests.forks import Process, Tpi
 from tp_invariant_recipes.ledger.open import read
 
 # The control of a test of invariance: only the order of additions differs, since the initial weights are equal.
-STOCK = "numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
+STOCK = "numerics=deterministic numerics.initial_weights=invariant numerics.virtual_shards=null"
 
 
 @dataclass(frozen=True)

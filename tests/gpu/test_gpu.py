@@ -6,7 +6,7 @@ from tests.gpu.commands import steps, tpi
 
 pytestmark = pytest.mark.gpu
 
-RUN = ("train", "qwen3_toy", "iters=12", "save=6", "numerics=stock")
+RUN = ("train", "qwen3_toy", "iters=12", "save=6", "numerics=deterministic")
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ WORDS = {
     "seed": "seed=2",  # the control
 }
 ONLY_EXPERTS = {"ep": "dp=2 ep=2", "tp ep": "tp=2 ep=2"}
-SCORED = {"score": "", "score tp": "tp=2", "stock": "numerics=stock", "tree": "numerics=tree"}
+SCORED = {"score": "", "score tp": "tp=2", "stock": "numerics=deterministic", "tree": "numerics=tree"}
 CONTROLS = ("stock", "tree")
 
 

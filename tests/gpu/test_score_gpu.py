@@ -27,8 +27,8 @@ SCORED = {
     "portable": "--entropy numerics=portable",
     "portable tp=2": "--entropy numerics=portable tp=2",
     "portable on a CPU": "--entropy numerics=portable device=cpu",
-    "stock": "numerics=stock",
-    "stock tp=2": "numerics=stock tp=2",
+    "stock": "numerics=deterministic",
+    "stock tp=2": "numerics=deterministic tp=2",
 }
 ALONE = "tree tp=2 sp=false"  # of dense models: experts need sequence parallelism
 PAIRS = [

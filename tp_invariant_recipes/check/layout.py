@@ -199,7 +199,7 @@ def _peer_memory(config: RunConfig, layout: Layout) -> Problem | None:
     most = ranks_per_node(config) if config.launcher.kind == "slurm" else None
     reasons = (
         (config.device.kind == "cpu", "on a CPU Gloo moves all bytes"),
-        (not config.numerics.invariant, "numerics=stock leaves sums to NCCL"),
+        (not config.numerics.invariant, f"numerics={config.numerics.mode} leaves sums to NCCL"),
         (layout.tp == 1, "tp=1 sums over one rank"),
         (layout.tp not in PEERS, f"tp={layout.tp} is not one of {', '.join(map(str, PEERS))}"),
         (most and layout.tp > most, f"tp={layout.tp} is more than the {most} ranks of a node"),

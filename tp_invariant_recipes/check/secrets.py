@@ -6,6 +6,7 @@ from typing import Any
 
 from tp_invariant_recipes.check.rule import Rule, value_of
 from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.settings.environment import NAME, changing_bits
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.secrets import holds, named, redacted
@@ -62,5 +63,5 @@ VARIABLE_RULES: tuple[Rule[RunConfig], ...] = (
         "must be at least 1 second, auto, or off", head=value_of("run.hang_timeout")),
     Rule(_unnamed),
     Rule(_secret),
-    Rule(lambda config: changing_bits(config.device.kind, config.cluster.environment)),
+    Rule(lambda t: changing_bits(t.device.kind, t.cluster.environment), needs=lambda t: t.numerics.mode != STOCK),
 )  # fmt: skip

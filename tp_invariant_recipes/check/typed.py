@@ -187,7 +187,7 @@ FEATURES = (
     _row("model.moe_router_group_topk", "model.moe_router_num_groups", "the router has no groups",
          "model.moe_router_num_groups=N"),
     _row("numerics.virtual_shards numerics.grad_norm numerics.clip_rounding", lambda t: t.numerics.invariant,
-         "stock numerics have sums of their own", "numerics=tree"),
+         "Megatron's numerics have sums of their own", "numerics=tree"),
     _row("data.tokenizer data.json_key data.cache", lambda t: t.data.kind == "text", "no text is prepared",
          "data=text data.path=PATH"),
     _row("validation.eval_global_batch_size validation.eval_micro_batch_size validation.start_eval_at_iter",

@@ -13,7 +13,7 @@ from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDiffer
 from tp_invariant_recipes.ledger.layouts import changes, spans_in_words
 from tp_invariant_recipes.ledger.reader import same_file
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
-from tp_invariant_recipes.numerics.mode import STOCK
+from tp_invariant_recipes.numerics.mode import MEGATRONS, STOCK
 from tp_invariant_recipes.text import counted, few
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
@@ -87,12 +87,17 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
 
 
 def stock_remark(comparison: Comparison) -> list[str]:
-    """Name the page about stock numerics, of which two layouts seldom agree; nothing for other runs."""
+    """Say what Megatron's own numerics do not promise where two of its runs differ; nothing for other runs."""
     headers = comparison.a.header, comparison.b.header
-    stock = all(header.numerics.get("mode") == STOCK for header in headers)
-    if comparison.verdict is not Verdict.DIFFERENT or not stock or headers[0].layout == headers[1].layout:
+    modes = {str(header.numerics.get("mode")) for header in headers}
+    if comparison.verdict is not Verdict.DIFFERENT or not modes <= {*MEGATRONS}:
         return []
-    return ["help: numerics=stock adds in another order in every layout; docs/audit.md tells rounding from a fault."]
+    named = " and ".join(f"numerics={name}" for name in sorted(modes))
+    if headers[0].layout != headers[1].layout:
+        return [f"help: {named} adds in another order in every layout; docs/audit.md tells rounding from a fault."]
+    if STOCK not in modes:
+        return []
+    return ["help: numerics=stock need not repeat its bits, so this is no fault; numerics=deterministic repeats them."]
 
 
 def machine_remark(comparison: Comparison) -> list[str]:

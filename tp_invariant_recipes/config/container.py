@@ -119,7 +119,7 @@ def build(config: RunConfig) -> ConfigContainer:
         # The leaf of every sum over data is a sequence: a micro-batch of several is computed one by one.
         parts["train"].micro_batch_size = parts["validation"].eval_micro_batch_size = 1
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
-    variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
+    variables = environment.of_run(config)
     container = ConfigContainer(**parts, env_vars=variables)
     recipe_layer.restore(container, config.recipe)
     return container

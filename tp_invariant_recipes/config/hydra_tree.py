@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationTyp
 from tp_invariant_recipes.config.identity import flat
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, refuse
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files
 
@@ -200,6 +201,14 @@ def _lacks(*paths: str) -> Callable[..., bool]:
     return lambda *, _root_: not all(OmegaConf.select(_root_, path) for path in paths)
 
 
+def _stock_on_gpu(root: Any) -> bool:
+    return root.numerics.mode == STOCK and root.device.kind == "gpu"
+
+
+def _shards_optimizer(root: Any) -> bool:
+    return root.parallel.data_parallel_size > 1 and root.optimizer.use_distributed_optimizer
+
+
 # What interpolations may call: functions of the tree alone. Others read the environment, files or the clock.
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.more_than_one": lambda n: isinstance(n, int) and n > 1,
@@ -210,6 +219,9 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     # Megatron's fused rotary kernels do not suit multi-latent attention; its grouped experts add their biases alone.
     "tpi.fused_rotation": _lacks("model.multi_latent_attention"),
     "tpi.fused_dropout": _lacks("model.num_moe_experts", "model.add_bias_linear"),
+    # What Bridge's recipes have, and no other numerics of tpi.
+    "tpi.stock_on_gpu": lambda *, _root_: _stock_on_gpu(_root_),
+    "tpi.stock_overlaps": lambda *, _root_: _stock_on_gpu(_root_) and _shards_optimizer(_root_),
 }
 NOT_READ = (
     "is not resolved, since its value would stand in config.yaml, logs, certificates and job scripts; write the value "

@@ -12,7 +12,7 @@ from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.hang import size_of
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
 from tp_invariant_recipes.runs import lock
-from tp_invariant_recipes.settings import low_precision
+from tp_invariant_recipes.settings import environment, low_precision
 from tp_invariant_recipes.start import bridge
 
 if TYPE_CHECKING:
@@ -45,29 +45,29 @@ def run(
         tick()
         lock.check()
 
-    os.environ.update(plan.environment)
-    bridge.load()  # where a recipe was composed from the cache, nothing has imported it
-    if plan.device == "cpu" and (arithmetic := plan.config.numerics.arithmetic) is not None:
-        arithmetic.require_machine(None, fp8=low_precision.adds_fp8(plan.config))  # forked ranks know the answer
-    stores = [store() for _ in range(process_groups)]
-    ports = tuple(store.port for store in stores)
-    prepare_environment("lo")
-    with ranks.stopping() if stop is None else nullcontext(stop) as noted:
-        try:
-            outcome = ranks.run(
-                plan.run_dir,
-                plan.device,
-                _rank_infos(plan.layout.world, ports),
-                watch,
-                noted,
-                rank_fn=rank_fn,
-                stepped=_stepped(plan.run_dir.progress),
-                limits=limits(plan.config),
-            )
-        except RankFailed as error:
-            if stop is None and noted.interrupted:  # a rank may fail of the signal
-                raise KeyboardInterrupt from error
-            raise
+    with environment.applied(plan.environment):
+        bridge.load()  # where a recipe was composed from the cache, nothing has imported it
+        if plan.device == "cpu" and (arithmetic := plan.config.numerics.arithmetic) is not None:
+            arithmetic.require_machine(None, fp8=low_precision.adds_fp8(plan.config))  # forked ranks know the answer
+        stores = [store() for _ in range(process_groups)]
+        ports = tuple(store.port for store in stores)
+        prepare_environment("lo")
+        with ranks.stopping() if stop is None else nullcontext(stop) as noted:
+            try:
+                outcome = ranks.run(
+                    plan.run_dir,
+                    plan.device,
+                    _rank_infos(plan.layout.world, ports),
+                    watch,
+                    noted,
+                    rank_fn=rank_fn,
+                    stepped=_stepped(plan.run_dir.progress),
+                    limits=limits(plan.config),
+                )
+            except RankFailed as error:
+                if stop is None and noted.interrupted:  # a rank may fail of the signal
+                    raise KeyboardInterrupt from error
+                raise
     if stop is None and noted.interrupted:
         raise KeyboardInterrupt
     return outcome

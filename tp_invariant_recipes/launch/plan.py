@@ -139,7 +139,7 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
     """
     config = composed.config
     so_far = attempts_so_far(run_dir)
-    variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
+    variables = environment.of_run(config)
     if pretrained := config.section("checkpoint").get("pretrained_checkpoint"):
         config = config.with_fields("checkpoint", pretrained_checkpoint=str(Path(pretrained).expanduser()))
     if config.weights.folder is not None:

@@ -76,7 +76,7 @@ def node_task(
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return NodeTask(
         run_dir=RunDir(Path(where).expanduser()),
-        environment=environment.settings(config.device.kind, os.environ, config.cluster.environment),
+        environment=environment.of_run(config),
         plan=partial(request.plan, composed),
         rendezvous_timeout=config.slurm.rendezvous_timeout,
         tries=config.slurm.tries,

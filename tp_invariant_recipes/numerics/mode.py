@@ -3,7 +3,8 @@
 A mode is a file with a value `MODE` and a row of MODES; `conf/numerics/NAME.yaml` makes it an option of `numerics=`.
 Its class derives from `Mode`, most from `Tree` of numerics/modes/tree.py. The values import neither torch nor Megatron
 before a method is called, since the check of a configuration reads them.
-`numerics=stock`, Bridge's own numerics, is no mode: `find` gives None.
+`numerics=stock`, Bridge's own numerics, and `numerics=deterministic`, the same in Megatron's deterministic mode, are no
+modes: `find` gives None.
 """
 
 import pkgutil
@@ -26,12 +27,14 @@ MODES = {
     "gather": "tp_invariant_recipes.numerics.modes.gather",
     "portable": "tp_invariant_recipes.portable.mode",
 }
-STOCK, DEFAULT = "stock", "tree"
+STOCK, DETERMINISTIC, DEFAULT = "stock", "deterministic", "tree"
+MEGATRONS = STOCK, DETERMINISTIC  # Megatron's own sums: another layout adds in another order
+NAMES = *MEGATRONS, *MODES
 # The values of numerics.mode.
 if TYPE_CHECKING:
     type ModeName = str
 else:
-    ModeName = Literal[(STOCK, *MODES)]
+    ModeName = Literal[NAMES]
 
 # What a mode may cover beyond dense models of attention and feed-forward layers in bf16.
 EXPERTS, HYBRID, LATENT = "experts", "Mamba layers", "multi-latent attention"
@@ -100,7 +103,7 @@ class Mode(ABC):
 
 @cache
 def find(name: str) -> Mode | None:
-    """Get the mode of a name; None for stock and for a name of no mode, which a ledger of another version may have."""
+    """Get the mode of a name; None for Megatron's own numerics, and for one that only another version has."""
     return pkgutil.resolve_name(f"{MODES[name]}:MODE") if name in MODES else None
 
 

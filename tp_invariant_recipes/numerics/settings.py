@@ -36,7 +36,7 @@ class NumericsSettings:
 
     @property
     def arithmetic(self) -> Mode | None:
-        """The mode's value; None: Bridge's own numerics (stock)."""
+        """The mode's value; None: Bridge's own numerics (stock, deterministic)."""
         return find(self.mode)
 
     @property

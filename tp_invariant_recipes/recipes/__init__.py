@@ -8,7 +8,7 @@
 
 Each takes what follows the model on `tpi train`'s command line, as texts ("tp=4", "optimizer.adam_eps=1e-8") or as
 keywords (tp=4, **{"optimizer.adam_eps": 1e-8}), and raises ConfigError listing every problem. These are the runs of
-`tpi train numerics=stock`. Invariant numerics also replace functions that Megatron calls by name, which a
+`tpi train numerics=deterministic`, or numerics=stock if asked. Invariant numerics replace functions, too, which a
 ConfigContainer cannot do, so a recipe refuses numerics=tree. With NVTE_TP_INVARIANT_MODE=1 and `import
 tp_invariant_recipes.invariant` the same recipe trains with the invariant numerics (docs/patch-mode.md).
 `python -m tp_invariant_recipes.recipes` runs Bridge's own recipe runner with these names known to it.
@@ -42,7 +42,7 @@ NO_WEIGHTS = (
 
 
 def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> ConfigContainer:
-    """Return the configuration of `model` that `tpi train MODEL numerics=stock OVERRIDES…` builds, for Bridge's
+    """Return the configuration of `model` that `tpi train MODEL numerics=deterministic OVERRIDES…` builds, for Bridge's
     pretrain().
 
     overrides: as on the command line: "tp=4", "optimizer.adam_eps=1e-8".
@@ -57,13 +57,13 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
 
     problems: list[str] = []
     requested = [*parse_all(overrides), *_keyword_overrides(parse_all(overrides), keys, problems)]
-    refused = [o for o in requested if o.path in ("numerics", "numerics.mode") and o.value != mode.STOCK]
+    refused = [o for o in requested if o.path in ("numerics", "numerics.mode") and o.value not in mode.MEGATRONS]
     problems += [f"{override.text}: {NOT_HERE}" for override in refused]
     imported = [o for o in requested if o.path == "weights.folder" and o.value != "null"]
     problems += [f"{override.text}: {NO_WEIGHTS}" for override in imported]
     others = [o for o in requested if o not in (*refused, *imported)]
     try:
-        config = compose(model, others, device=device, numerics=mode.STOCK).config
+        config = compose(model, others, device=device, numerics=mode.DETERMINISTIC).config
     except ConfigError as error:
         problems += error.problems
     refuse(problems)

@@ -4,12 +4,16 @@ tpi sets them before it imports torch, checks them and records them. One row per
 value set by the user or the cluster stays if the row accepts it, and is an error otherwise. Some must not be set.
 """
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import ConfigError, Problem, lines
+from tp_invariant_recipes.numerics.mode import DETERMINISTIC, STOCK
 from tp_invariant_recipes.settings import secrets
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class Variable:
     """name=value on these devices; a value of None leaves the variable unset.
 
     accepted: other valid values. why: the effect of other values on the bits.
+    usual:    where torchrun, Megatron or Bridge's recipes set it, too, so that numerics=stock has it by default.
     """
 
     name: str
@@ -24,6 +29,7 @@ class Variable:
     devices: tuple[str, ...]
     why: str
     accepted: tuple[str, ...] = ()
+    usual: tuple[str, ...] = ()
 
 
 _GPU = ("gpu",)
@@ -38,6 +44,8 @@ _KERNEL = "another kernel adds in an order of its own"
 _TIMED = "torch times algorithms in every process, and takes the fastest"
 _THREADS = "the number of threads decides how a CPU splits its sums"
 _ROUNDED = "fp32 products must not round their inputs"
+
+ORDERED = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 VARIABLES = (
     Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", _GPU, _WORKSPACE),
@@ -65,13 +73,14 @@ VARIABLES = (
     Variable("NVTE_CUTEDSL_FUSED_GROUPED_MLP", None, _GPU, _KERNEL, ("0",)),
     Variable("TRITON_F32_DEFAULT", None, _GPU, "it decides how Triton's products round their fp32 inputs"),
     Variable("TRITON_DEFAULT_FP_FUSION", None, _GPU, "Triton would round products before it adds them", ("1",)),
-    # Bridge's deterministic mode requires it on a CPU, too.
-    Variable("NCCL_ALGO", "^NVLS", ("cpu", "gpu"), _ALGORITHM, ("Ring",)),
-    Variable("NCCL_NVLS_ENABLE", "0", _GPU, _NVLS),
+    # Bridge's deterministic mode requires it on a CPU, too, where nothing else reads it.
+    Variable("NCCL_ALGO", "^NVLS", ("cpu", "gpu"), _ALGORITHM, ("Ring",), usual=_CPU),
+    Variable("NCCL_NVLS_ENABLE", "0", _GPU, _NVLS, usual=_GPU),
     Variable("MAMBA_DETERMINISTIC", "1", _GPU, "mamba_ssm times its kernels in every process, and adds atomically"),
-    Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", _GPU, "Megatron orders collectives by launch order", ("8", "32")),
-    Variable("OMP_NUM_THREADS", "1", _CPU, _THREADS),
-    Variable("MKL_NUM_THREADS", "1", _CPU, _THREADS),
+    Variable(ORDERED, "1", _GPU, "Megatron orders collectives by launch order", ("8", "32"),
+        usual=_GPU),
+    Variable("OMP_NUM_THREADS", "1", _CPU, _THREADS, usual=_CPU),
+    Variable("MKL_NUM_THREADS", "1", _CPU, _THREADS, usual=_CPU),
     Variable("ONEDNN_DEFAULT_FPMATH_MODE", None, _CPU, _ROUNDED, ("STRICT",)),
     Variable("DNNL_DEFAULT_FPMATH_MODE", None, _CPU, _ROUNDED, ("STRICT",)),
 )  # fmt: skip
@@ -88,13 +97,23 @@ RECORDED_PREFIXES = (
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, str] | None = None) -> dict[str, str]:
+def settings(
+    device: str,
+    environment: Mapping[str, str],
+    cluster: Mapping[str, str] | None = None,
+    *,
+    mode: str = DETERMINISTIC,
+) -> dict[str, str]:
     """Return the variables to set for `device` ("cpu" or "gpu"). Values in `environment` win over the cluster's.
 
     cluster: `cluster.environment`. The result includes its variables without a row in the table.
+    mode:    of numerics. Under STOCK any value stands, and only what is usual is set.
     Raises ConfigError listing every variable whose value would change the bits, in the environment or the cluster's.
     """
     cluster = cluster or {}
+    if mode == STOCK:
+        usual = {v.name: v.value for v in VARIABLES if device in v.usual and v.value is not None}
+        return {name: environment.get(name, value) for name, value in (usual | dict(cluster)).items()}
     shell = [
         Problem(f"{v.name}={value} in the environment", v.why, f"unset it{_or_set(v)}")
         for v, value in _refused(device, environment)
@@ -103,6 +122,28 @@ def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, 
         raise ConfigError("\n".join(wrong), wrong)
     wanted = {name: value for name, value in _rows(device, environment).items() if value is not None} | dict(cluster)
     return {name: environment.get(name, value) for name, value in wanted.items()}
+
+
+def of_run(config: RunConfig) -> dict[str, str]:
+    """Return the variables to set for the ranks of a run that this process starts. Raises ConfigError."""
+    variables = settings(config.device.kind, os.environ, config.cluster.environment, mode=config.numerics.mode)
+    asked = ORDERED in os.environ or ORDERED in config.cluster.environment
+    if config.numerics.mode == STOCK and config.layout.tp * config.layout.cp == 1 and not asked:
+        variables.pop(ORDERED, None)  # Megatron asks for it with tensor or context parallelism alone
+    return variables
+
+
+@contextmanager
+def applied(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables in the block: other runs of this process may need others."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 def flash_problems(device: str, invariant: bool, environment: Mapping[str, str]) -> list[Problem]:

@@ -43,7 +43,6 @@ TPI_FIELDS = {
     **{f"dataset.{name}": "tpi downloads no examples; dataset.dataset_root" for name in finetuning.DOWNLOADS},
     **{f"logger.{name}": "logging= decides where curves are drawn" for name in LOGGED},
     "logger.comet_api_key": "logging= decides where curves are drawn, and a key is never written down",
-    "model.gradient_accumulation_fusion": "it needs Apex, which is on no registry",
     "rerun_state_machine.rerun_mode": "the ledger says whether steps repeat",
     "scheduler.override_opt_param_scheduler": "a run that goes on takes its schedule from its checkpoint",
     "train.exit_signal_handler": "SIGTERM saves a checkpoint",
@@ -187,6 +186,8 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
     for path in TPI_FIELDS:
         section, _, name = path.partition(".")
         layer.get(section, {}).pop(name, None)
+    if layer["model"].get("gradient_accumulation_fusion"):  # Bridge's default, which is stock's alone
+        del layer["model"]["gradient_accumulation_fusion"]
     _apply_followers(layer)
     _tokenizer(layer, hf_folder, text_data=text_data)
     if text_data:  # of a split without documents Megatron looks for samples for ever

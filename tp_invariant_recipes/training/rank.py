@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TextIO
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.files import errno_of
 from tp_invariant_recipes.ledger.run_files import Reason
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import finetuning, low_precision
@@ -190,11 +191,15 @@ def closing(callbacks: list) -> Iterator[None]:
 
 def adapt(stack: ExitStack, config: RunConfig) -> None:
     """Until `stack` ends, adapt this process to the run's machine. RunError: the numerics does not hold on it."""
+    import torch
+
     from tp_invariant_recipes.cpu_host import cpu
     from tp_invariant_recipes.numerics.sums import peer_memory
     from tp_invariant_recipes.patches import registry
 
     on_cpu = config.device.kind == "cpu"
+    # A forked rank inherits the mode of whatever configuration its launcher validated last.
+    torch.use_deterministic_algorithms(bool(config.model.get("deterministic_mode")))
     peer_memory.choose(config.device.peer_memory)
     if (arithmetic := config.numerics.arithmetic) is not None:
         gpu = None if on_cpu else int(os.environ["LOCAL_RANK"])
@@ -224,10 +229,11 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
         callbacks = [*callbacks, optimizer_step]
         adapt(stack, config)
         if config.device.kind != "cpu":
+            count_kernels()
+        if config.device.kind != "cpu" and config.numerics.mode != STOCK:
             from tp_invariant_recipes.training.callbacks import DeterministicOverhead
 
             callbacks = [*callbacks, DeterministicOverhead()]
-            count_kernels()
         if config.model.get("cuda_graph_impl") == FULL:
             from tp_invariant_recipes.training.callbacks import Finite
 

@@ -182,8 +182,8 @@ HUGGING_FACE = {
 NOT_ARCHITECTURE = {
     "set from mixed_precision when validated": ("bf16", "params_dtype", "autocast_dtype", "pipeline_dtype"),
     "what is trained, not what the model can serve": ("seq_length",),
-    "numerics=stock": ("deterministic_mode", "cross_entropy_loss_fusion"),
-    "needs Apex": ("gradient_accumulation_fusion",),
+    "numerics=deterministic": ("deterministic_mode", "cross_entropy_loss_fusion"),
+    "numerics=stock fuses it on a GPU": ("gradient_accumulation_fusion", "cross_entropy_fusion_impl"),
     "a fused kernel of the same function": (
         *("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm"),
     ),

@@ -44,6 +44,7 @@ def preflight_problems(folder, model, *overrides, device="gpu") -> list[str]:
 
 
 TE, ALL = ("transformer-engine",), ("transformer-engine", "mamba-ssm")
+FUSED = "qwen3_toy model.gradient_accumulation_fusion=true"
 MUON = "qwen3_toy optimizer.optimizer=muon device=cpu"
 # GPUs and packages of a machine, a run, and of each problem its rule and words of it.
 LACKING = (
@@ -59,7 +60,9 @@ LACKING = (
     ([H200], (), "nemotron3_nano", ("gpus: Transformer Engine", "gpus: mamba-ssm")),
     ([], (), MUON, ("optimizer: optimizer.optimizer=muon needs emerging-optimizers",)),
     ([], ("emerging-optimizers",), MUON, ()),
-    ([], (), "qwen3_toy model.gradient_accumulation_fusion=true device=cpu", ("apex: needs Apex",)),
+    ([], (), f"{FUSED} device=cpu", ("fused_gradients: only Megatron's own layers on a GPU",)),
+    ([H200], TE, f"{FUSED} numerics=tree", ("fused_gradients: only Megatron's own layers on a GPU",)),
+    ([H200], TE, FUSED, ()),
     ([H200], ALL, "qwen3_next_toy", ("gpus: flash-linear-attention",)),
     ([H200], ALL, "qwen3_next_toy numerics=tree", ()),
     (

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.compare.ledgers import ledger
+from tests.unit.compare.ledgers import HEADER, A, ledger
 from tp_invariant_recipes.compare.comparability import across_machines, changed_processor, other_products
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import remarks
 from tp_invariant_recipes.features.train.result import start_lines
 from tp_invariant_recipes.features.verify import verdict
 from tp_invariant_recipes.launch import resume as launch_resume
+from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
 from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.numerics.modes.tree import ON_GPU
@@ -174,3 +175,32 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
     }
     plan = SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=message)
     assert [*start_lines(plan)][-1] == message
+
+
+# --- Megatron's own numerics ---
+
+
+def run(name: str, tp: int, loss: float, mode: str):
+    header = replace(HEADER, layout={"tp": tp}, numerics={"mode": mode})
+    return replace(ledger(name, header=header), steps=[replace(step, loss=float_bits(loss, 64)) for step in A.steps])
+
+
+ORDER, REPEATS = "docs/audit.md", "need not repeat its bits"
+# Mode, tp and loss of two runs; what the help says.
+ROWS = (
+    ("stock stock", (1, 6.0), (2, 6.1), ORDER),
+    ("deterministic stock", (1, 6.0), (2, 6.1), ORDER),
+    ("tree tree", (1, 6.0), (2, 6.1), None),
+    ("stock tree", (2, 6.0), (2, 6.1), None),
+    ("stock stock", (2, 6.0), (2, 6.1), REPEATS),
+    ("stock deterministic", (2, 6.0), (2, 6.1), REPEATS),
+    ("deterministic deterministic", (2, 6.0), (2, 6.1), None),
+    ("stock stock", (1, 6.0), (2, 6.0), None),
+)
+
+
+@pytest.mark.parametrize("modes, a, b, help_", ROWS)
+def test_what_megatrons_numerics_do_not_promise(modes, a, b, help_):
+    first, second = modes.split()
+    said = [line for line in remarks(compare(run("a", *a, first), run("b", *b, second))) if line.startswith("help: ")]
+    assert [help_ in line for line in said] == [True] * bool(help_)

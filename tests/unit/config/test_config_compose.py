@@ -325,3 +325,25 @@ def test_a_program_that_hydra_runs_may_compose_and_keeps_its_own(tmp_path):
     with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert compose("qwen3_toy", ["tp=2"], device="cpu").config.layout.tp == 2
         assert hydra.compose("config") == {"own": 1}
+
+
+FUSED = ("model.cross_entropy_loss_fusion", "model.gradient_accumulation_fusion")
+OVERLAPPED = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather", "optimizer.overlap_param_gather")
+
+
+@pytest.mark.parametrize(
+    "words, device, fused, overlapped, deterministic",
+    (
+        ("numerics=stock dp=2 gbs=2", "gpu", True, True, None),
+        ("numerics=stock", "gpu", True, False, None),
+        ("numerics=stock dp=2 gbs=2 optimizer.use_distributed_optimizer=false", "gpu", True, False, None),
+        ("numerics=stock dp=2 gbs=2", "cpu", False, False, None),
+        ("numerics=deterministic dp=2 gbs=2", "gpu", False, False, True),
+        ("numerics=tree dp=2 gbs=2", "gpu", False, False, True),
+    ),
+)
+def test_stock_alone_has_the_speed_of_bridges_recipes(words, device, fused, overlapped, deterministic):
+    config = compose("qwen3_toy", words.split(), device=device).config
+    assert [config.at(path) for path in FUSED] == [fused] * 2
+    assert [config.at(path) for path in OVERLAPPED] == [overlapped] * 3
+    assert config.model.get("deterministic_mode") is deterministic

@@ -93,8 +93,8 @@ def test_an_unset_decay_is_as_long_as_the_run():
 # All that conf/ sets in the sections of the identity and that is left out of it.
 _OMITTED = """
 model: _target_ apply_rope_fusion attention_backend attention_softmax_in_fp32 batch_p2p_comm
-    bias_activation_fusion bias_dropout_fusion context_parallel_size cross_entropy_loss_fusion cuda_graph_impl
-    cuda_graph_modules cuda_graph_warmup_steps deterministic_mode disable_bf16_reduced_precision_matmul
+    bias_activation_fusion bias_dropout_fusion context_parallel_size cross_entropy_fusion_impl cross_entropy_loss_fusion
+    cuda_graph_impl cuda_graph_modules cuda_graph_warmup_steps deterministic_mode disable_bf16_reduced_precision_matmul
     expert_model_parallel_size expert_tensor_parallel_size gradient_accumulation_fusion masked_softmax_fusion
     moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap moe_token_dispatcher_type overlap_p2p_comm
     persist_layer_norm pipeline_model_parallel_size recompute_granularity sequence_parallel

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.source_trees import trees
 from tp_invariant_recipes.numerics import mode
 
-NAMES = {mode.STOCK, *mode.MODES}
+NAMES = {*mode.NAMES}
 
 
 def compared(tree: ast.AST) -> list[int]:

@@ -1,13 +1,17 @@
 """The table of environment variables: set, kept where as good, refused where the bits would change, recorded."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes import invariant
+from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.numerics.settings import NumericsSettings
-from tp_invariant_recipes.settings.environment import VARIABLES, recorded, settings
+from tp_invariant_recipes.settings.environment import VARIABLES, applied, of_run, recorded, settings
 
 DEFAULTS = {
     "gpu": {
@@ -67,6 +71,46 @@ def test_every_wrong_value_is_named_and_no_other(device):
         settings(device, {variable.name: "wrong" for variable in VARIABLES})
     named = [line.partition("=")[0] for line in str(error.value).splitlines()]
     assert sorted(named) == sorted([*DEFAULTS[device], *UNSET[device]])
+
+
+# What numerics=stock has by default.
+USUAL = {
+    "gpu": {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    "cpu": {"NCCL_ALGO": "^NVLS", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+}
+
+
+@pytest.mark.parametrize("device", USUAL)
+def test_stock_takes_every_variable_of_the_user(device):
+    assert settings(device, {}, mode=STOCK) == USUAL[device]
+    theirs = {variable.name: "theirs" for variable in VARIABLES}
+    assert settings(device, {}, theirs, mode=STOCK) == theirs
+    assert settings(device, theirs, mode=STOCK) == dict.fromkeys(USUAL[device], "theirs")
+
+
+@pytest.mark.parametrize(
+    "words, environment, expected",
+    (
+        ("numerics=stock tp=2", {}, "1"),
+        ("numerics=stock", {}, None),
+        ("numerics=stock", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"),
+        ("numerics=deterministic", {}, "1"),
+    ),
+)
+def test_stock_orders_collectives_where_megatron_asks(words, environment, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    variables = of_run(compose("qwen3_toy", words.split(), device="gpu").config)
+    assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+def test_the_variables_of_a_run_end_with_it(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.delenv("MAMBA_DETERMINISTIC", raising=False)
+    with applied({"NCCL_ALGO": "^NVLS", "MAMBA_DETERMINISTIC": "1"}):
+        assert (os.environ["NCCL_ALGO"], os.environ["MAMBA_DETERMINISTIC"]) == ("^NVLS", "1")
+    assert (os.environ["NCCL_ALGO"], os.environ.get("MAMBA_DETERMINISTIC")) == ("Ring", None)
 
 
 @pytest.mark.parametrize("device", UNSET)

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,8 @@ def _logging(config: RunConfig) -> Problem | None:
     return Problem("", f"{package}, which is not installed here: {how}")
 
 
-def _apex(config: RunConfig) -> bool:
-    return bool(config.at(_FUSED)) and not find_spec("fused_weight_gradient_mlp_cuda")
+def _fused_gradients(config: RunConfig) -> bool:
+    return bool(config.at(_FUSED)) and (config.numerics.invariant or config.device.kind == "cpu")
 
 
 def _gpus(config: RunConfig) -> Iterator[Problem]:
@@ -196,8 +195,7 @@ def _here(test: Callable[[RunConfig], Any], text: str = "", solve: str = "", key
 LAYERS = (
     _here(_gpus),
     _here(_optimizer),
-    _here(_apex, "Megatron-Core's output layer needs Apex for it, which is on no registry", f"{_FUSED}=false",
-        f"{_FUSED}=true"),
+    _here(_fused_gradients, "only Megatron's own layers on a GPU fuse them", f"{_FUSED}=false", f"{_FUSED}=true"),
     _here(_interfaces),
     _here(_loopback),
     _here(registry.problems),

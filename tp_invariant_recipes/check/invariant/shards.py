@@ -46,10 +46,10 @@ def default_shards(config: RunConfig) -> int:
 
 
 def _unread(config: RunConfig) -> Iterator[Problem]:
-    """Yield what stock numerics would ignore."""
-    numerics, no = config.numerics, "numerics=stock has no"
+    """Yield what Megatron's own numerics would ignore."""
+    numerics, no = config.numerics, f"numerics={config.numerics.mode} has no"
     if not numerics.adjust:
-        yield Problem("numerics.adjust=false", "numerics=stock adjusts nothing", "leave it out")
+        yield Problem("numerics.adjust=false", f"numerics={numerics.mode} adjusts nothing", "leave it out")
     if numerics.data_shards not in (None, config.parallel.data_parallel_size):
         yield Problem(f"numerics.data_shards={numerics.data_shards}", f"{no} data shards", "leave it out")
     if numerics.expert_groups is not None:

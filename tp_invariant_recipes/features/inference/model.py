@@ -1,7 +1,6 @@
 """The model of a forward pass: a run's checkpoint or a Hugging Face folder, in any layout, planned as a training."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -81,7 +80,7 @@ class Model:
 
     def plan(self, out: Path) -> Plan:
         """Plan ranks that write what becomes the file `out`."""
-        variables = environment.settings(self.config.device.kind, os.environ, self.config.cluster.environment)
+        variables = environment.of_run(self.config)
         return Plan(self.composed, self.config, self.config.layout, output.partial(out), {}, variables)
 
 
@@ -198,7 +197,7 @@ def _of_run(source: Path, requested: Sequence[Override], step: int | None) -> tu
         raise ConfigError(f"{source} has adapters: tpi export {source} FOLDER --merge, then name FOLDER")
     checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
     asked = given(requested, "numerics.mode")
-    invariant = mode.find(before.numerics["mode"]) is not None and not (asked and asked.value == mode.STOCK)
+    invariant = mode.find(before.numerics["mode"]) is not None and not (asked and asked.value in mode.MEGATRONS)
     kept = [
         override
         for override in overrides_to_repeat(run_dir, before, requested)

@@ -104,7 +104,7 @@ def numerics_of(file: Path, kind: str = "schema") -> str | None:
     there = read_json(meta(file.expanduser()))
     numerics = there.get("numerics") if isinstance(there, dict) and kind in there else None
     name = numerics.get("mode") if isinstance(numerics, dict) else None
-    return name if name in (mode.STOCK, *mode.MODES) else None
+    return name if name in mode.NAMES else None
 
 
 def has_digests(file: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
 from tp_invariant_recipes.start import bridge
@@ -53,7 +54,7 @@ def loaded_model(stack: ExitStack, config: RunConfig, checkpoint: Path | None) -
         built.model.register_pre_wrap_hook(ImportedWeights(Path(str(config.weights.folder))).load)
     runtime_config_update(built)
     initialize_megatron(cfg=built)
-    if config.device.kind != "cpu":
+    if config.device.kind != "cpu" and config.numerics.mode != STOCK:
         deterministic_mode_without_its_extras()
     chunks = built.model.provide_distributed_model(wrap_with_ddp=False)
     if checkpoint is not None:

@@ -71,8 +71,6 @@ def validate(planned: Plan, *, examples: bool = False) -> str:
     """
     model, config = planned.composed.model, planned.config
     typed = tuple(sorted({override.path for override in planned.composed.overrides}))
-    if planned.here:
-        os.environ.update(planned.environment)
 
     def built() -> str:
         with quiet():
@@ -81,14 +79,17 @@ def validate(planned: Plan, *, examples: bool = False) -> str:
             container.validate(bridges, planned.layout.world, here=planned.here, typed=typed)
             return try_tokens(bridges.dataset, bridges.tokenizer) if examples else ""
 
-    if not recipe_source.is_recipe(model):
-        return built()
-    run = planned.run_dir.path
-    sections = json.dumps(config.sections, default=str).replace(str(run), "run.dir" if not run.exists() else str(run))
-    data = planned.identity["data.digest"] if examples else None
-    recorded = environment.recorded(os.environ)
-    question = ("check", sections, planned.layout.world, planned.here, typed, data, recorded)
-    return recipe_process.ask(model, built, *question, hf_folder=config.recipe.hf_folder)
+    with environment.applied(planned.environment if planned.here else {}):
+        if not recipe_source.is_recipe(model):
+            return built()
+        run = planned.run_dir.path
+        sections = json.dumps(config.sections, default=str).replace(
+            str(run), "run.dir" if not run.exists() else str(run)
+        )
+        data = planned.identity["data.digest"] if examples else None
+        recorded = environment.recorded(os.environ)
+        question = ("check", sections, planned.layout.world, planned.here, typed, data, recorded)
+        return recipe_process.ask(model, built, *question, hf_folder=config.recipe.hf_folder)
 
 
 def execute(

@@ -18,7 +18,7 @@ from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.numerics.mode import STOCK
+from tp_invariant_recipes.numerics.mode import MEGATRONS
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, MatrixDir, Omission
 from tp_invariant_recipes.settings import expert_groups
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
@@ -114,7 +114,7 @@ def _degree(choice: Choice, key: str) -> int:
 
 def _is_stock(choice: Choice) -> bool:
     typed = given(choice.overrides, "numerics.mode")
-    return typed is not None and typed.value == STOCK
+    return typed is not None and typed.value in MEGATRONS
 
 
 def with_equal_shards(
@@ -122,7 +122,7 @@ def with_equal_shards(
 ) -> tuple[Choice, ...]:
     """Return the choices with the shards in which cells would differ: the reference's, else the largest.
 
-    Expert groups suit every cell. What the user gives stays, and so do cells of stock numerics, which have none.
+    Expert groups suit every cell. What the user gives stays, and so do cells of Megatron's numerics, which have none.
     """
     configs = {label: cell.config for label, cell in composed.items()}
     for key in SHARDS:
@@ -249,9 +249,9 @@ def lengths(plans: dict[str, Plan]) -> list[str]:
 
 
 def environments(plans: dict[str, Plan]) -> list[str]:
-    """Why these cells cannot run in one process."""
-    first, *others = (planned.environment for planned in plans.values())
-    if all(environment == first for environment in others):
+    """Why these cells cannot run in one process: ranks on a CPU are forked from it. On GPUs they begin anew."""
+    each = [planned.environment for planned in plans.values() if planned.device == "cpu"]
+    if all(environment == each[0] for environment in each):
         return []
     return [
         "these cells need different environment variables, which one process cannot have: run one, then the others; "
