@@ -1,5 +1,7 @@
 """Operands of FP8 products: normal numbers of magnitudes that differ, and scales of no power of two."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -16,19 +18,28 @@ def numbers(rows, k, dtype, seed=0):
     return torch.from_numpy(np.where(random.random((rows, k)) < 0.05, 0, values)).to(dtype)
 
 
+class Shape(NamedTuple):
+    """Of one operand: its rows, the shape of its scales, and the name of their blocks."""
+
+    rows: int
+    scale: tuple[int, ...]
+    blocks: str
+
+
+def shapes(kind, m, n, k):
+    """Of a [m, k] and b [n, k]."""
+    of_k = -(-k // BLOCK)
+    if kind == "tensor":
+        return Shape(m, (), kind), Shape(n, (), kind)
+    return Shape(m, (m, of_k), "1x128"), Shape(n, (n if kind == "1x128" else -(-n // BLOCK), of_k), kind)
+
+
 def operands(kind, m, n, k, types, seed=0):
     """a [m, k] and b [n, k] of these types."""
     random = torch.Generator().manual_seed(seed)
-    blocks = -(-k // BLOCK)
-    shapes = {
-        "tensor": ((), ()),
-        "1x128": ((m, blocks), (n, blocks)),
-        "128x128": ((m, blocks), (-(-n // BLOCK), blocks)),
-    }
-    scales = [torch.rand(shape, generator=random) + 0.5 for shape in shapes[kind]]
+    each = shapes(kind, m, n, k)
+    scales = [torch.rand(x.scale, generator=random) + 0.5 for x in each]
     return tuple(
-        Quantized(numbers(rows, k, dtype, 2 * seed + number), scale, blocks)
-        for number, (rows, dtype, scale, blocks) in enumerate(
-            zip((m, n), types, scales, ("1x128" if kind != "tensor" else kind, kind), strict=True)
-        )
+        Quantized(numbers(x.rows, k, dtype, 2 * seed + number), scale, x.blocks)
+        for number, (x, dtype, scale) in enumerate(zip(each, types, scales, strict=True))
     )

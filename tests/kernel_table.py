@@ -1,6 +1,7 @@
 """The conformance table of kernels: functions of the package, and operands that show how they round and add.
 
-TWINS:  the function has the same bits by its form for a CPU, in Triton's interpreter and on a GPU.
+TWINS:  the function has the same bits by its form for a CPU, in Triton's interpreter and on a GPU. ON_GPU has those
+        beside them that the interpreter runs in another way (interpreted.py), or not at all.
 SLICED: each backend computes of a part of the operands that part of what it computes of all, and nearly what a CPU
         computes of the whole.
 
@@ -10,19 +11,25 @@ Triton's interpreter takes small operands (tests/unit/kernels/interpreted.py), a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tests.operands import KINDS, any_bits, normal, same_bits, sample
+from tests import fp8_operands
+from tests.operands import ATTENTION_KINDS, KINDS, any_bits, finite_operands, normal, same_bits, sample
 from tests.unit.kernels.products import test_mxfp8
-from tests.unit.portable import test_draw
+from tests.unit.numerics.sums import test_grad_norm
+from tests.unit.portable import test_cached_attention, test_draw
 from tp_invariant_recipes.kernels import (
     causal_conv,
     cross_entropy,
+    digest,
+    grad_norm,
     group_norm,
     rms_norm,
     row_add,
@@ -31,11 +38,19 @@ from tp_invariant_recipes.kernels import (
     tree_add,
     weighted_activation,
 )
-from tp_invariant_recipes.kernels.products import mxfp8
+from tp_invariant_recipes.kernels.launch import TensorPart
+from tp_invariant_recipes.kernels.products import fp8_tiles, mxfp8, quantize
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
+from tp_invariant_recipes.numerics.megatron import init
+from tp_invariant_recipes.numerics.products import fp8
+from tp_invariant_recipes.numerics.sums.grad_norm import exact_grad_norm
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.portable import definition
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
+from tp_invariant_recipes.portable.ieee import attention as ieee_attention
+from tp_invariant_recipes.portable.ieee import cached_attention
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
 from tp_invariant_recipes.portable.ieee import draw as ieee_draw
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
@@ -158,7 +173,7 @@ def _weights(scores: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:
 
 def _draws(large: bool) -> Calls:
     """Of a group of words and a part of one; the greatest of several programs."""
-    for count, vocabulary in ((1, 151936), (64, 151936), (300, 5003)) if large else ((8, 4200),):
+    for count, vocabulary in ((1, 151936), (64, 151936), (300, 5003), (16, 300)) if large else ((8, 4200),):
         for kind in test_draw.KINDS if large else ("ties",):
             scores, keys, numbers = test_draw.inputs(count, vocabulary, kind)
             highest, do_sample, temperature = scores.amax(-1), numbers[:, 0].int(), numbers[:, 1].float()
@@ -167,6 +182,8 @@ def _draws(large: bool) -> Calls:
             yield _weights, scores, highest, temperature
             if large:  # which sorts by torch's own kernels
                 yield ieee_draw.draw, scores, keys, numbers
+                yield test_draw.limits_of, scores, numbers
+                yield digest.row_digest, scores, 0, vocabulary
 
 
 def _mxfp8(large: bool) -> Calls:
@@ -185,6 +202,215 @@ TWINS: dict[str, Callable[[bool], Calls]] = {
     "portable Adam": _adam, "portable routers": _routers, "portable functions": _functions, "portable draws": _draws,
     "MXFP8": _mxfp8,
 }  # fmt: skip
+
+
+# --- on a GPU alone ---
+
+
+def digested(magnitude: bool, *pieces: TensorPart) -> tuple[Tensor, ...]:
+    """Lanes, the largest magnitude, and how many numbers their copies do not follow."""
+    taken = digest.Lanes(list(pieces), magnitude=magnitude)
+    return taken(), taken.unlike, *((taken.largest,) if magnitude else ())
+
+
+def _views(whole: Tensor, shift: int) -> Tensor:
+    """The lanes of unaligned and strided pieces."""
+    rows = whole[shift::2, shift : shift + 2001]
+    return digest.lanes([TensorPart(rows, shift, shift, 2), TensorPart(whole[:, :1], 0, 0)])
+
+
+def _bytes(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
+    size = torch.empty((), dtype=dtype).element_size()
+    noise = torch.Generator().manual_seed(seed)
+    count = shape[0] * shape[1] * size
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=noise).view(dtype).view(shape)
+
+
+def _digests(large: bool) -> Calls:
+    """Ties, NaNs, infinities; copies that are rows of a wider table; pieces without a copy beside them."""
+    rows, columns = digest.ROWS, digest.COLUMNS
+    shapes = ((1, 1), (1, columns), (3, columns + 1), (rows, 7), (rows + 1, 4), (2 * rows + 3, 2 * columns + 5), (0, 8))
+    for dtype in (FP32, BF16, torch.float16, torch.uint8, torch.float64, torch.int64):
+        pieces = [TensorPart(_bytes(shape, dtype, n), 5 * n, 3 * n, 1 + n % 3) for n, shape in enumerate(shapes)]
+        yield digested, dtype in digest.WITH_MAGNITUDE, *pieces
+    for dtype, shift in product((FP32, BF16), (1, 2, 3, 7)):
+        yield _views, _bytes((70, 3000), dtype, shift), shift
+    pieces = []
+    for n, shape in enumerate(shapes):
+        values = _bytes(shape, FP32, n)
+        flat = values.view(-1).view(torch.int32)
+        flat[::3] = flat[::3] & ~0xFFFF | 0x8000
+        copy = torch.empty(shape[0], shape[1] + n, dtype=BF16)[:, : shape[1]].copy_(values)
+        for at in range(0, values.numel(), max(1, values.numel() // 5)):
+            row, column = divmod(at, shape[1])
+            copy[row, column] = 1.0 if values[row, column] != 1.0 else 2.0
+        pieces += [TensorPart(values, 5 * n, 3 * n, 1, copy), TensorPart(_bytes(shape, BF16, n), 0, 0)]
+    yield digested, False, *pieces
+
+
+def norm_numbers(offset: int, *grads: Tensor) -> tuple[Tensor, ...]:
+    """What the gradient norm is made of, from copies `offset` elements from where an allocator puts them."""
+    copies = [torch.empty(g.numel() + offset, device=g.device)[offset:].copy_(g.flatten()).view(g.shape) for g in grads]
+    largest = grad_norm.largest(copies)
+    return largest, grad_norm.square_limbs(copies, largest)
+
+
+def _norm(*grads: Tensor) -> Tensor:
+    mixed = [*grads[::2], *(g.t() if g.dim() == 2 else g.cpu() for g in grads[1::2])]  # some are left on the CPU
+    return torch.tensor(
+        [exact_grad_norm(grads), exact_grad_norm(mixed), exact_grad_norm([grads[0].float(), *mixed[1:]])]
+    )
+
+
+def _grad_norms(large: bool) -> Calls:
+    for case, offset in product(test_grad_norm.kernel_cases(), (0, 1, 3)):
+        yield norm_numbers, offset, *case
+    for dtype in (FP32, BF16, torch.float16):
+        parts = test_grad_norm.spread_values(2, 70000, 8)[0].split(23333)
+        yield _norm, *(g.to(dtype) for g in (*parts, test_grad_norm.spread_values(3, 5000, 0)[0].view(50, 100)))
+
+
+def _drawn(like: Tensor, shape: Sequence[int], ranges: Any, chunk: int, dtype: torch.dtype) -> Tensor:
+    """Initial weights on the device of `like`."""
+    with patch.object(init, "CUDA_CHUNK", chunk):
+        name = "decoder.layers.0.mlp.linear_fc1.weight"
+        how = {"seed": (1 << 63) + 5, "name": name, "dtype": dtype, "device": like.device.type}
+        return init.sample(shape, ranges, init._Normal(0.02), **how)
+
+
+def _initial_weights(large: bool) -> Calls:
+    parts = (
+        ((5,), [[(1, 4)]]), ((1000, 333), [[(0, 1000)], [(0, 333)]]),
+        ((1000, 333), [[(250, 500), (750, 1000)], [(7, 200)]]),
+        ((64, 3, 1001), [[(0, 64)], [(1, 3)], [(3, 4), (500, 1001)]]), ((2, 600000), [[(0, 2)], [(1, 600000)]]),
+    )  # fmt: skip
+    for (shape, ranges), chunk, dtype in product(parts, (1 << 24, 1000), (FP32, BF16)):
+        yield _drawn, torch.empty(0), shape, ranges, chunk if shape[-1] < 1001 else 1 << 24, dtype
+    last, near = (1 << 52) - 1, torch.arange(1 << 16)
+    middle = torch.randint(0, last, (1 << 22,), generator=torch.Generator().manual_seed(0))
+    yield init._ppnd16, torch.cat((near, last - near, middle, near << 20, near << 36))[None]
+
+
+def attended(scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Portable attention, forward and backward. tensors: query, key, value, the output's gradient."""
+    *operands, gradient = tensors
+    result = ieee_attention.attention_forward(*operands, scale)
+    return *result, *ieee_attention.attention_backward(gradient, *operands, result, scale)
+
+
+def _attentions(large: bool) -> Calls:
+    shapes = ((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (200, 2, 8, 2, 64), (1000, 1, 4, 2, 128), (256, 1, 2, 2, 256))
+    for shape, kind in product(shapes, ATTENTION_KINDS):
+        yield attended, float(np.float32(shape[-1] ** -0.5)), *finite_operands(*shape, kind)
+
+
+def _cached_attentions(large: bool) -> Calls:
+    heads = ((4, 2, 24), (16, 8, 128), (5, 1, 64), (32, 1, 16))
+    chunks = ((1, 1, 1, 1), (1, 7, 70, 130), (1, 64, 3, 65))
+    for (h, g, d), chunk, size in product(heads, chunks, (1, 16, 64, 256)):
+        most = cached_attention.rows_of_tile(h // g, max(chunk))
+        made = test_cached_attention.laid_out(test_cached_attention.operands(h, g, d), size, chunk, longest=most)
+        yield cached_attention.cached_attention, *made[:4], 0.25
+
+
+def _quantized(large: bool) -> Calls:
+    for seed, form in product(range(2), (quantize.along_rows, quantize.of_blocks)):
+        yield form, sample(KINDS[seed], 384, 512, dtype=BF16, seed=seed).nan_to_num(0, 0, 0), E4M3
+
+
+def _into(function: Callable[..., Any], a: Any, b: Any, out: Any, *more: Any) -> Any:
+    """What a function fills or adds to, in memory of its own."""
+    made = [item.clone() for item in out] if isinstance(out, list) else out.clone()
+    function(a, b, made, *more)
+    return tuple(made) if isinstance(made, list) else made
+
+
+def _tiles(a: Any, b: Any, out: Tensor, add: bool) -> None:
+    (fp8_tiles.product if out.is_cuda else fp8.on_cpu)(a, b, out, add)
+
+
+def _nodes(a: Any, b: Any, mesh: VirtualMesh, segments: tuple[int, ...]) -> Tensor:
+    """Each device may have added some nodes already, where a CUDA graph may capture it too."""
+    return tree_sum(fp8.nodes(a, b, mesh if a.data.is_cuda else replace(mesh, graphs=False), segments))
+
+
+def _pair(a: Any, b: Any, segments: tuple[int, ...], shards: int, first: int, second: int) -> Tensor:
+    """Of the last two pieces of k the sum of their products."""
+    if not a.data.is_cuda:
+        return fp8.nodes(a, b, VirtualMesh(shards, 1, 0), segments)[-1]
+    out = torch.empty(len(a.data), len(b.data), device="cuda")
+    fp8_tiles.pair_of_pieces(a, b, out, False, first, 1024 // max(shards, 2), second)
+    return out
+
+
+def _fp8(large: bool) -> Calls:
+    """By fixed tiles, and with infinities and NaN; of a rank's shards; of experts, and their weight gradients."""
+    forms = ((FP32, False), (BF16, False), (FP32, True))
+    for kind, types, (m, n, k) in product(
+        fp8_operands.KINDS,
+        fp8_operands.TYPES,
+        ((5, 7, 33), (130, 200, 1111), (256, 384, 4096), (1, 128, 128), (40, 135, 400)),
+    ):
+        a, b = fp8_operands.operands(kind, m, n, k, types)
+        for x in (a, b) if m == 40 else ():
+            special = (0x7C, 0xFC, 0x7D, 0xFF) if x.data.dtype == E5M2 else (0x7F, 0xFF)
+            for row in range(0, len(x.data), 7):
+                x.data.view(torch.uint8)[row, row * 13 % k] = special[row // 7 % len(special)]
+        for dtype, add in forms:
+            yield _into, _tiles, a, b, normal(m, n, dtype=dtype), add
+    for kind, graphs, segments in product(fp8_operands.KINDS, (False, True), ((2048,), (1024, 1024))):
+        a, b = fp8_operands.operands(kind, 64, 256, 2048, (E5M2, E4M3))
+        yield _nodes, a, b, VirtualMesh(8, 2, 0, graphs=graphs), segments
+    for kind, more in product(fp8_operands.KINDS, (((1024,), 4, 512, 768), ((512, 512), 1, 0, 512))):
+        yield _pair, *fp8_operands.operands(kind, 70, 200, 1024, (E4M3, E4M3)), *more
+    for kind, dtype in product(fp8_operands.KINDS, (FP32, BF16)):
+        sizes = (3, 0, 130, 257)
+        x, _ = fp8_operands.operands(kind, sum(sizes), 272, 512, (E4M3, E4M3))
+        x = quantize.Quantized(x.data, torch.rand(len(sizes)) + 0.5) if kind == "tensor" else x
+        weights = [fp8_operands.operands(kind, 1, 272, 512, (E4M3, E4M3), seed)[1] for seed in range(len(sizes))]
+        groups = Groups(sizes, torch.tensor(sizes))
+        yield _into, fp8.grouped_product, x, weights, torch.zeros(sum(sizes), 272, dtype=dtype), groups
+    for kind, sizes in (
+        *product(("tensor",), ((16, 0, 48, 144), (3, 0, 130, 7))),
+        *product(KINDS_1D, ((128, 0, 256, 128),)),
+    ):
+        dy, x = fp8_operands.operands(kind, 144, 272, sum(sizes), (E5M2, E4M3))
+        if kind == "tensor":
+            dy, x = (quantize.Quantized(item.data, torch.rand(len(sizes)) + 0.5) for item in (dy, x))
+        for chain in ((0,), (1, 0), (0, 2, 1, 3)):
+            outs = [normal(144, 272, seed=n) for n in range(len(sizes) // len(chain))]
+            yield _into, fp8.grouped_weight_gradient, dy, x, outs, Groups(sizes, torch.tensor(sizes)), chain
+
+
+KINDS_1D = ("tensor", "1x128")
+ON_GPU: dict[str, Callable[[bool], Calls]] = TWINS | {
+    "digests": _digests, "gradient norms": _grad_norms, "initial weights": _initial_weights,
+    "portable attention": _attentions, "portable attention to cached keys": _cached_attentions,
+    "FP8 operands": _quantized, "FP8 products": _fp8,
+}  # fmt: skip
+
+
+def moved(value: Any) -> Any:
+    """A copy on the GPU; scales of 1x128 lie as Transformer Engine's do."""
+    if isinstance(value, Groups):
+        return Groups(value.sizes, value.counts.cuda())
+    if isinstance(value, quantize.Quantized):
+        scale = value.scale.t().contiguous().cuda().t() if value.blocks == "1x128" else value.scale.cuda()
+        return quantize.Quantized(value.data.cuda(), scale, value.blocks)
+    if isinstance(value, TensorPart):
+        return value._replace(values=value.values.cuda(), copy=None if value.copy is None else value.copy.cuda())
+    if isinstance(value, cached_attention.Spans):
+        return value._replace(tables=value.tables.cuda(), positions=value.positions.cuda())
+    if isinstance(value, list):
+        return [moved(item) for item in value]
+    return value.cuda() if isinstance(value, Tensor) else value
+
+
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    """All tensors that a function gave, on the CPU."""
+    if isinstance(result, quantize.Quantized):
+        return result.data.view(torch.uint8).cpu(), result.scale.cpu()
+    return tuple(item.cpu() for item in (result if isinstance(result, tuple) else (result,)))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 KINDS = ("normal", "wide", "cancelling", "special")
+ATTENTION_KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")
 SPECIAL = np.array(
     [
         0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000,
@@ -43,6 +44,31 @@ def normal(*shape, seed=0, scale=1.0, dtype=torch.float32):
 def any_bits(count, seed=0):
     """fp32 numbers of any bits."""
     return np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32).view(np.float32)
+
+
+def finite_operands(s, b, h, g, d, kind):
+    """query, key, value and the gradient of the output, bf16 and finite."""
+    kinds = {"tiny": "normal", "zeros": "normal", "opposite": "wide"}.get(kind, kind)
+    shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
+    tensors = [sample(kinds, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
+    tensors = [torch.where(x.isfinite() & (x.abs() < 2**40), x, torch.zeros_like(x)) for x in tensors]
+    if kind == "tiny":  # subnormal products
+        tensors = [x * 2.0**-70 for x in tensors]
+    if kind == "zeros":  # of both signs, whole heads of them too
+        tensors = [torch.where(x.abs() < 0.5, x * 0, x) for x in tensors]
+        tensors[0][..., 0, :] = -0.0
+        tensors[3][..., 0, :] = 0.0
+    if kind == "opposite":  # sums over keys, queries and heads of numbers that cancel: an order shows in bf16
+        query, key, value, gradient = tensors
+        half = s // 2
+        value[half : 2 * half] = -value[:half].flip(0)
+        gradient[half : 2 * half] = -gradient[:half].flip(0)
+        query, key = 0.01 * query.clamp(-4, 4), 0.01 * key.clamp(-4, 4)
+        if h // g > 2:
+            gradient[:, :, 0] *= 2.0**16
+            query[:, :, 2], gradient[:, :, 2] = query[:, :, 0], -gradient[:, :, 0]
+        tensors = [query, key, value, gradient]
+    return tensors
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`tpi generate` on one GPU and more: one file for layouts, batches, chunks, graphs, preemption, and for a CPU.
+"""`tpi score` and `tpi generate` on one GPU and more: one file for layouts, batches, chunks, graphs, preemption, a CPU.
 
 The order of requests decides the order of lines alone.
 """
@@ -8,99 +8,120 @@ import random
 
 import pytest
 
-from tests.gpu.side_by_side import EXPERTS, Run, Trained, gpus_for, marks
+from tests.gpu.side_by_side import EXPERTS, Run, Trained, folder_of, gpus_for, marks
 
 pytestmark = marks()
 
-SMALL = "numerics=portable iters=2 gbs=2 save=2 seq=128 model.kv_channels=32 numerics.virtual_shards=2"
-TRAINED = {
-    "dense": f"qwen3_toy {SMALL}",
-    "experts": f"{EXPERTS} {SMALL}",
-}
-LENGTHS = (3, 40, 64, 130, 7, 200)
+SMALL = "iters=2 gbs=2 save=2 seq=128 model.kv_channels=32 numerics.virtual_shards=2"
+MODELS = {"dense": f"qwen3_toy {SMALL}", "experts": f"{EXPERTS} {SMALL}"}
+SCORED, PROMPTS = (40, 64, 64, 64, 130, 200, 200, 7, 64, 130), (3, 40, 64, 130, 7, 200)  # lengths
 DRAWS = "max_tokens=30 do_sample=true top_k=50 top_p=0.95 temperature=0.9 n=2 seed=1 --digest"
-# Name -> words after the run and the prompts.
-WORDS = {
-    "graphs": "",
-    "no graphs": "--no-graphs",
-    "alone": "--batch 1",
-    "preempted": "--batch 8 --chunk 7 --cache 512",
-    "tp": "tp=2",
-    "dp": "dp=2 --batch 3",
-    "CPU": "device=cpu",
-    "seed": "seed=2",  # the control
-}
-ONLY_EXPERTS = {"ep": "dp=2 ep=2", "tp ep": "tp=2 ep=2"}
-SCORED = {"score": "", "score tp": "tp=2", "stock": "numerics=deterministic", "tree": "numerics=tree"}
-CONTROLS = ("stock", "tree")
+_TREE, _PORTABLE = "s.jsonl --ranks --entropy", "s.jsonl --entropy numerics=portable"
+# The file of one command -> those that must have its bytes: name -> command, and words after the run.
+SAME = {
+    "tree": {
+        "tree": f"score {_TREE}", "tree alone": f"score {_TREE} --batch-tokens 1",
+        "tree of a few": f"score {_TREE} --batch-tokens 300",
+        **{f"tree {layout}": f"score {_TREE} {layout}" for layout in ("tp=2", "tp=2 sp=false", "dp=2", "pp=2")},
+    },
+    "portable": {
+        "portable": f"score {_PORTABLE}", "portable tp=2": f"score {_PORTABLE} tp=2",
+        "portable on a CPU": f"score {_PORTABLE} device=cpu",
+    },
+    "graphs": {
+        name: f"generate p.jsonl {DRAWS} {words}"
+        for name, words in {
+            "graphs": "", "no graphs": "--no-graphs", "alone": "--batch 1",
+            "preempted": "--batch 8 --chunk 7 --cache 512", "tp": "tp=2", "dp": "dp=2 --batch 3", "CPU": "device=cpu",
+            "ep": "dp=2 ep=2", "tp ep": "tp=2 ep=2",
+        }.items()
+    },
+}  # fmt: skip
+# Controls, and what is compared in part.
+OTHERS = {
+    "stock": "score s.jsonl numerics=deterministic", "stock tp=2": "score s.jsonl numerics=deterministic tp=2",
+    "seed": f"generate p.jsonl {DRAWS.replace('seed=1', 'seed=2')}", "turned": f"generate turned.jsonl {DRAWS}",
+    **{
+        f"against {words}": f"score graphs {words} --tolerance 100 --digest"
+        for words in ("numerics=portable", "numerics=portable tp=2", "numerics=deterministic", "numerics=tree")
+    },
+}  # fmt: skip
+COMMANDS = {name: words for group in SAME.values() for name, words in group.items()} | OTHERS
+EXPERTS_ONLY, DENSE_ONLY = ("ep", "tp ep"), ("tree tp=2 sp=false",)  # experts need sequence parallelism
+
+
+def covers(model, name):
+    return name not in (DENSE_ONLY if model == "experts" else EXPERTS_ONLY)
 
 
 def named(model, name):
-    return f"{model} {name}".replace(" ", "-")
+    return folder_of(f"{model} {name}")
+
+
+def _run(model, name):
+    kind, file, *words = COMMANDS[name].split()
+    drawn = named(model, "graphs")
+    saved = f"trained-{model}" if kind == "generate" or file == "graphs" else model
+    source = f"--against {drawn}" if file == "graphs" else file
+    command = " ".join((kind, saved, source, *words))
+    after = (drawn if file == "graphs" else saved,)
+    return Run(named(model, name), f"{command} --out {named(model, name)}", gpus_for(command), after=after)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The file of each command."""
-    folder = tmp_path_factory.mktemp("rollouts")
-    draw = random.Random(0)
-    rows = [{"id": n, "tokens": [draw.randrange(256) for _ in range(k)]} for n, k in enumerate(LENGTHS)]
-    for row in rows[::2]:  # a CUDA graph without filters, beside one with them
+    """The bytes of a command's file."""
+    folder, draw = tmp_path_factory.mktemp("rollouts"), random.Random(0)
+    scored, prompts = (
+        [{"id": n, "tokens": [draw.randrange(256) for _ in range(k)]} for n, k in enumerate(lengths)]
+        for lengths in (SCORED, PROMPTS)
+    )
+    for row in prompts[::2]:  # a CUDA graph without filters, beside one with them
         row |= {"top_k": 0, "top_p": 1.0}
-    for name, order in (("p.jsonl", 1), ("turned.jsonl", -1)):
-        (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows[::order]))
-    runs = [Run(name, words, 1) for name, words in TRAINED.items()]
-    for model in TRAINED:
-        for name, words in (WORDS | (ONLY_EXPERTS if model == "experts" else {})).items():
-            draws = DRAWS.replace("seed=1", words) if name == "seed" else f"{DRAWS} {words}"
-            command = f"generate {model} p.jsonl {draws} --out {named(model, name)}"
-            runs.append(Run(named(model, name), command, gpus_for(words), after=(model,)))
-        command = f"generate {model} turned.jsonl {DRAWS} --out {named(model, 'turned')}"
-        runs.append(Run(named(model, "turned"), command, 1, after=(model,)))
-        for name, words in SCORED.items():
-            rollouts, out = named(model, "graphs"), named(model, name)
-            command = f"score {model} {words} --against {rollouts} --tolerance 100 --out {out} --digest"
-            runs.append(Run(out, command, gpus_for(words), after=(rollouts,)))
-    return Trained.where_they_fit(folder, runs)
+    for name, rows in (("s", scored), ("p", prompts), ("turned", prompts[::-1])):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    runs = [Run(name, words, 1) for name, words in MODELS.items()]
+    runs += [Run(f"trained-{name}", f"{words} numerics=portable", 1) for name, words in MODELS.items()]
+    runs += [_run(model, name) for model in MODELS for name in COMMANDS if covers(model, name)]
+    trained = Trained.where_they_fit(folder, runs)
+    return lambda model, name: trained(named(model, name)).read_bytes()
 
 
-PAIRS = [
-    (model, name)
-    for model in TRAINED
-    for name in (*WORDS, *(ONLY_EXPERTS if model == "experts" else ()))
-    if name not in ("graphs", "seed")
-]
+@pytest.mark.parametrize(
+    "model, first, name",
+    [(m, first, name) for m in MODELS for first in SAME for name in SAME[first] if name != first and covers(m, name)],
+)
+def test_layouts_batches_and_machines_have_one_file(written, model, first, name):
+    assert written(model, name) == written(model, first)
 
 
-@pytest.mark.parametrize("model, name", PAIRS)
-def test_layouts_batches_and_machines_have_one_file(written, model, name):
-    assert written(named(model, name)).read_bytes() == written(named(model, "graphs")).read_bytes()
+def column(written, model, name, field):
+    return [json.loads(line)[field] for line in written(model, name).splitlines()]
 
 
-@pytest.mark.parametrize("model", TRAINED)
+@pytest.mark.parametrize("model", MODELS)
+def test_numerics_seeds_and_layouts_of_stock_have_several(written, model):
+    """The control: files are not equal whatever is computed."""
+    bits = {name: column(written, model, name, "bits") for name in ("tree", "portable", "stock", "stock tp=2")}
+    assert bits["tree"] != bits["stock"]
+    assert bits["stock"] != bits["stock tp=2"]
+    tokens, others = (column(written, model, name, "token_ids") for name in ("graphs", "seed"))
+    assert all(mine != other for mine, other in zip(tokens, others, strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_the_order_of_requests_has_no_effect(written, model):
-    turned, lines = (written(named(model, name)).read_bytes().splitlines() for name in ("turned", "graphs"))
+    turned, lines = (written(model, name).splitlines() for name in ("turned", "graphs"))
     assert sorted(turned) == sorted(lines)
     assert turned != lines
 
 
-def rows(written, model, name):
-    return [json.loads(line) for line in written(named(model, name)).read_bytes().splitlines()]
-
-
-@pytest.mark.parametrize("model", TRAINED)
-def test_another_seed_draws_other_tokens(written, model):
-    tokens, others = ([row["token_ids"] for row in rows(written, model, name)] for name in ("graphs", "seed"))
-    assert all(mine != other for mine, other in zip(tokens, others, strict=True))
-
-
-@pytest.mark.parametrize("name", ("score", "score tp"))
-@pytest.mark.parametrize("model", TRAINED)
-def test_scores_have_the_same_bits(written, model, name):
-    """Of drawn tokens and of the whole vocabulary; other numerics have not."""
-    generated = rows(written, model, "graphs")
-    for column in ("bits", "digests"):
-        columns = [row[column] for row in generated]
-        assert [row[column] for row in rows(written, model, name)] == columns
-        for control in CONTROLS:
-            assert [row[column] for row in rows(written, model, control)] != columns
+@pytest.mark.parametrize("layout", ("", " tp=2"))
+@pytest.mark.parametrize("model", MODELS)
+def test_scores_of_drawn_tokens_have_the_same_bits(written, model, layout):
+    """And of the whole vocabulary; other numerics have not."""
+    for field in ("bits", "digests"):
+        drawn = column(written, model, "graphs", field)
+        assert column(written, model, f"against numerics=portable{layout}", field) == drawn
+        for numerics in ("deterministic", "tree"):
+            assert column(written, model, f"against numerics={numerics}", field) != drawn

@@ -1,7 +1,7 @@
 """Training in FP8 on a CPU: one ledger for every layout, another one for whatever is left out.
 
-Stock FP8 needs Transformer Engine, so its control is tests/gpu/test_fp8_gpu.py. Here the control of a row is a run from
-equal weights without one ingredient.
+Stock FP8 needs Transformer Engine, so its control is tests/gpu/test_layouts_gpu.py. Here the control of a row is a run
+from equal weights without one ingredient.
 """
 
 import pytest

@@ -12,8 +12,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.wgrad_contract import CONTRACT
-from tests.wgrad_versions import LAYERS, contract, upstream
+from tests.wgrad_contract import CONTRACT, LAYERS, contract, upstream
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.patches import patch as code
 from tp_invariant_recipes.patches import registry
@@ -39,59 +38,35 @@ def patches(patched):
     return applied(r for patch in chosen for r in patch.replacements if patched)
 
 
-def linear(mode, single):
+def module_of(name, mode):
+    """A module of Transformer Engine, and its forward."""
     import transformer_engine.pytorch as te
 
-    layer = te.Linear(
-        COLUMNS,
-        ROWS,
-        bias=False,
-        params_dtype=torch.bfloat16,
-        fuse_wgrad_accumulation=mode.accumulates,
-        delay_wgrad_compute=mode.delayed,
-    )
-    return layer, lambda x: layer(x)
+    groups = () if name == "Linear module" else (GROUPS,)
+    kind = te.Linear if name == "Linear module" else te.GroupedLinear
+    layer = kind(
+        *groups, COLUMNS, ROWS, bias=False, params_dtype=torch.bfloat16,
+        fuse_wgrad_accumulation=mode.accumulates, delay_wgrad_compute=mode.delayed,
+    )  # fmt: skip
+    return layer, lambda x: layer(x, SPLITS) if groups else layer(x)
 
 
-def grouped_linear(mode, single):
-    import transformer_engine.pytorch as te
-
-    layer = te.GroupedLinear(
-        GROUPS,
-        COLUMNS,
-        ROWS,
-        bias=False,
-        params_dtype=torch.bfloat16,
-        fuse_wgrad_accumulation=mode.accumulates,
-        delay_wgrad_compute=mode.delayed,
-    )
-    return layer, lambda x: layer(x, SPLITS)
-
-
-def grouped_op(mode, single):
+def grouped_op(name, mode):
     from transformer_engine.pytorch import ops
 
     more = {"delay_wgrad_compute": mode.delayed} if here("GroupedLinear op, single") else {}
+    more |= {"single_grouped_weight": True} if name.endswith("single") else {}
     layer = ops.GroupedLinear(
-        GROUPS,
-        COLUMNS,
-        ROWS,
-        bias=False,
-        device="cuda",
-        dtype=torch.bfloat16,
-        accumulate_into_main_grad=mode.accumulates,
-        **({"single_grouped_weight": True} if single else {}),
-        **more,
-    )
+        GROUPS, COLUMNS, ROWS, bias=False, device="cuda", dtype=torch.bfloat16,
+        accumulate_into_main_grad=mode.accumulates, **more,
+    )  # fmt: skip
     return layer, lambda x: layer(x, torch.tensor(SPLITS, device="cuda"))
 
 
 LAYER = {
-    "Linear module": linear,
-    "GroupedLinear module": grouped_linear,
-    "GroupedLinear op": grouped_op,
+    "Linear module": module_of, "GroupedLinear module": module_of, "GroupedLinear op": grouped_op,
     "GroupedLinear op, single": grouped_op,
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -108,7 +83,7 @@ def build(monkeypatch):
         if single and not single_weights_run():
             pytest.skip("a single grouped weight needs a newer cuBLASLt on this GPU")
         torch.manual_seed(0)
-        layer, forward = LAYER[name](mode, single)
+        layer, forward = LAYER[name](name, mode)
         weights = list(layer.parameters())
         assert len(weights) == (1 if single or name == "Linear module" else GROUPS)
         prepare(weights, mode)
@@ -191,7 +166,7 @@ def test_each_cell_of_the_fused_grouped_mlp(monkeypatch, mode, name, patched):
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     module = fused_module()
     monkeypatch.setattr(module, "general_grouped_gemm_for_grouped_tensor", lambda *operands, **how: None)
-    op, _ = grouped_op(mode, name.endswith("single"))
+    op, _ = grouped_op(name, mode)
     weights = list(op.parameters())
     prepare(weights, mode)
     ctx = SimpleNamespace(weight_requires_grad=True)

@@ -1,4 +1,9 @@
-"""Kernels on one GPU: what a rank with all shards computes is what ranks with some of them compute, bit for bit."""
+"""Kernels on one GPU: the bits of a CPU; and what a rank with all shards computes is what ranks with some compute.
+
+The rows are in tests/kernel_table.py. What a CPU's controls show of a twin holds of its kernel, whose bits are equal.
+"""
+
+import math
 
 import pytest
 import torch
@@ -6,29 +11,24 @@ import torch
 from tests import kernel_table
 from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import causal_conv, row_add, row_sum, tree_add
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.numerics.products import defined
-from tp_invariant_recipes.numerics.products.product import product
+from tests.unit.portable import test_draw
+from tp_invariant_recipes.kernels import causal_conv, digest, grad_norm, row_add, row_sum, tree_add
+from tp_invariant_recipes.kernels.launch import TensorPart
+from tp_invariant_recipes.numerics.sums.grad_norm import exact_grad_norm
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
+from tp_invariant_recipes.portable.ieee.draw import draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settings_of_a_run")]
 DTYPES = (torch.float32, torch.bfloat16)
 DEGREES = (2, 4, 8)
 
 
-def _moved(value):
-    if isinstance(value, Groups):
-        return Groups(value.sizes, value.counts.cuda())
-    return value.cuda() if isinstance(value, torch.Tensor) else value
-
-
-@pytest.mark.parametrize("name", kernel_table.TWINS)
+@pytest.mark.parametrize("name", kernel_table.ON_GPU)
 def test_the_bits_are_those_of_a_cpu(name):
-    for function, *operands in kernel_table.TWINS[name](large=True):
-        here, there = function(*operands), function(*map(_moved, operands))
-        for first, other in zip(*(item if isinstance(item, tuple) else (item,) for item in (here, there)), strict=True):
-            assert same_bits(first, other.cpu()), [getattr(value, "shape", value) for value in operands]
+    for function, *operands in kernel_table.ON_GPU[name](large=True):
+        both = (function(*operands), function(*map(kernel_table.moved, operands)))
+        for here, there in zip(*map(kernel_table.tensors_of, both), strict=True):
+            assert same_bits(here, there), [getattr(value, "shape", value) for value in operands]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,26 +75,7 @@ def test_a_later_launch_has_the_bits_of_the_first():
     assert same_bits(tree_add.tree_add(shifted, out).cpu(), tree_add.tree_add(shifted.cpu(), torch.empty(4096)))
 
 
-# [tokens, k, n] of one shard of Qwen3-0.6B and 8B, V = 8 and 4.
-SHAPES = (
-    (2048, 1024, 384), (2048, 4096, 1536), (2048, 1536, 4096), (2048, 512, 4096), (2048, 4096, 768),
-    (8192, 4096, 3072),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_trial_takes_cublas(monkeypatch, dtype):
-    """For shards of a model, without gaps and not added to anything: a trial that always refuses fails here."""
-    monkeypatch.setattr(defined, "_cublas_is_exact", {})
-    for tokens, k, n in SHAPES:
-        x, w = normal_on_gpu(tokens, k, dtype=dtype), normal_on_gpu(n, k, dtype=dtype)
-        for out in (torch.empty(tokens, n, dtype=dtype, device="cuda"), torch.empty(tokens, n, device="cuda")):
-            product(x, w.t(), out)
-    decided = dict(defined._cublas_is_exact)
-    print(sum(decided.values()), "of", len(decided), "kinds of product by cuBLAS")
-    assert len(decided) == len(SHAPES) * (1 if dtype == torch.float32 else 2)
-    assert any(decided.values())
-    assert dtype == torch.float32 or all(decided.values())
+# --- sizes beyond a grid's, or beyond 2^31 ---
 
 
 @pytest.mark.parametrize("rows", (70_000, 300_000))
@@ -134,3 +115,48 @@ def test_heads_of_a_group_are_added_beyond_2_31_numbers():
     grid = positions * width // ieee_attention_triton.BLOCK, 1
     ieee_attention_triton.SUM_OF_HEADS.launch(grid, (of_heads, of_heads, sums, sums), (positions, 1, 1.0), constants)
     assert bool((sums == 1.0).all())
+
+
+def test_limbs_of_a_norm_carry_over_many_chunks():
+    value, count = 2.0 - 2.0**-23, 1 << 28
+    assert exact_grad_norm([torch.full((count,), value, device="cuda")]) == value * 2.0**14
+
+
+# --- memory that is read anew ---
+
+
+def test_a_norm_and_digests_read_their_memory_anew():
+    grad = torch.ones(grad_norm.CHUNK + 3, device="cuda")
+    for value in (1.0, 3.0, 0.0, math.inf):
+        grad.fill_(value)
+        assert exact_grad_norm([grad]) == exact_grad_norm([grad.cpu()])
+    values = [normal_on_gpu(65, 1030, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    taken = digest.Lanes([TensorPart(value, 0, 0) for value in values])
+    first = taken()
+    assert torch.equal(first, taken())
+    values[1][64, 1029] = -values[1][64, 1029]
+    assert (first != taken()).all(1).tolist() == [False, True, False]
+
+
+def test_a_rank_without_pieces_has_its_lanes_on_the_gpu():
+    taken = digest.Lanes([], magnitude=True, device=torch.device("cuda"))
+    assert taken().shape == (0, 2)
+    assert taken().is_cuda
+    assert (taken.largest.is_cuda, taken.largest.item(), taken.unlike.is_cuda) == (True, 0, True)
+
+
+def test_a_cuda_graph_captures_a_draw():
+    """And replays it with other keys and numbers, which it reads anew."""
+    scores, keys, numbers = test_draw.inputs(16, 5003, "normal")
+    there, row_keys, columns = scores.cuda(), keys.cuda(), numbers.cuda()
+    draw(there, row_keys, columns)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = draw(there, row_keys, columns)
+        row_keys[:, 2] += 1
+    for position in range(3):
+        graph.replay()
+        assert torch.equal(tokens.cpu(), draw(scores, test_draw.keys(16, 3 + position), numbers))
+    columns.copy_(columns.flip(0))
+    graph.replay()
+    assert torch.equal(tokens.cpu(), draw(scores, test_draw.keys(16, 6), numbers.flip(0)))

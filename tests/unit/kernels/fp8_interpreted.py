@@ -1,7 +1,7 @@
 """The kernels of FP8 products on CPU tensors, with every bit: for a process that Triton's interpreter runs in.
 
 Its `tl.dot` becomes the accumulator of products/fp8_tiles.py. Where the kernel asks for that every 128 products, the
-accumulator is added in fp32 to the one given: what a Hopper `tl.dot` does (tests/gpu/kernels/test_fp8_product_gpu.py).
+accumulator is added in fp32 to the one given: what a Hopper `tl.dot` does (tests/gpu/kernels/test_products_gpu.py).
 """
 
 import numpy as np

@@ -24,6 +24,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests import kernel_table
+from tests import operands as operands_of
 from tests.operands import same_bits
 from tests.unit.kernels import fp8_interpreted, test_delta_rule
 from tests.unit.kernels.products import test_mxfp8
@@ -357,7 +358,7 @@ def portable_attention_to_cached_keys_has_the_bits_of_its_twin():
 
 
 def portable_attention_of_more_shapes_has_the_bits_of_its_twin():
-    for shape, kind in product(((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (128, 1, 2, 2, 64)), attention_interpreted.KINDS):
+    for shape, kind in product(((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (128, 1, 2, 2, 64)), operands_of.ATTENTION_KINDS):
         assert attention_interpreted.differing_from_twin(25, *shape, kind) == [], (shape, kind)
 
 

@@ -7,8 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.wgrad_contract import CONTRACT, WgradMode
-from tests.wgrad_versions import DEVIATIONS, LAYERS, contract, upstream
+from tests.wgrad_contract import CONTRACT, DEVIATIONS, LAYERS, WgradMode, contract, upstream
 from tp_invariant_recipes.patches import registry, te_grouped
 from tp_invariant_recipes.patches.patch import Versions
 

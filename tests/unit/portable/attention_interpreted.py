@@ -14,14 +14,13 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.definitions.elementwise import numpy_version
 from tests.definitions.tensor_core_sum import fma
-from tests.operands import same_bits, sample
+from tests.operands import finite_operands, same_bits
 from tests.unit.portable import test_cached_attention
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.portable.ieee import cached_attention
 from tp_invariant_recipes.portable.ieee.attention import attention_backward, attention_forward
 
 ROUND = numpy_version("bf16_bits")
-KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")
 NAMES = ("out", "top", "inverse", "dq", "dk", "dv")
 
 
@@ -52,31 +51,6 @@ def rounded_to_bf16(self, source, target):
     assert source.dtype.scalar == tl.float32
     assert target.scalar == tl.bfloat16
     return TensorHandle(ROUND(source.data).astype(np.uint16), tl.bfloat16)
-
-
-def finite_operands(s, b, h, g, d, kind):
-    """query, key, value and the gradient of the output, bf16 and finite."""
-    kinds = {"tiny": "normal", "zeros": "normal", "opposite": "wide"}.get(kind, kind)
-    shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
-    tensors = [sample(kinds, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
-    tensors = [torch.where(x.isfinite() & (x.abs() < 2**40), x, torch.zeros_like(x)) for x in tensors]
-    if kind == "tiny":  # subnormal products
-        tensors = [x * 2.0**-70 for x in tensors]
-    if kind == "zeros":  # of both signs, whole heads of them too
-        tensors = [torch.where(x.abs() < 0.5, x * 0, x) for x in tensors]
-        tensors[0][..., 0, :] = -0.0
-        tensors[3][..., 0, :] = 0.0
-    if kind == "opposite":  # sums over keys, queries and heads of numbers that cancel: an order shows in bf16
-        query, key, value, gradient = tensors
-        half = s // 2
-        value[half : 2 * half] = -value[:half].flip(0)
-        gradient[half : 2 * half] = -gradient[:half].flip(0)
-        query, key = 0.01 * query.clamp(-4, 4), 0.01 * key.clamp(-4, 4)
-        if h // g > 2:
-            gradient[:, :, 0] *= 2.0**16
-            query[:, :, 2], gradient[:, :, 2] = query[:, :, 0], -gradient[:, :, 0]
-        tensors = [query, key, value, gradient]
-    return tensors
 
 
 def interpret_as_a_gpu(kept):
