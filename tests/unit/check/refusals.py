@@ -77,14 +77,18 @@ def problems_of(*overrides: str, model: str = "qwen3_toy", device: str = "cpu") 
 
 
 def _families(table: str) -> Iterator[tuple[str, Family]]:
-    """Read a table: a name, flags and the run; below them `RULE: SETTINGS | SETTINGS`, of several rules RULE+RULE."""
+    """Read a table: a name, flags and the run; below them `RULE: SETTINGS | SETTINGS`, of several rules RULE+RULE.
+
+    `own`: of settings whose rule has the name of their field.
+    """
     for family in table.replace("\n        ", " ").replace("\n    ", "\t").strip().splitlines():
         head, *rows = family.split("\t")
         flags, run = head.split(": ", 1)
         name, *flags = flags.split(", ")
         lines = {rule: tuple(settings.split(" | ")) for rule, settings in (row.split(": ", 1) for row in rows)}
         neighbours = [lines.pop(kind, ()) for kind in ("taken", "taken_fields")]
-        refused = {words: tuple(rules.split("+")) for rules, settings in lines.items() for words in settings}
+        refused = {words: (words.partition("=")[0].rpartition(".")[2],) for words in lines.pop("own", ())}
+        refused |= {words: tuple(rules.split("+")) for rules, settings in lines.items() for words in settings}
         yield name, Family(run, refused, *neighbours, typed="typed" in flags, or_stock="or_stock" in flags)
 
 
@@ -96,16 +100,17 @@ FAMILIES = dict(
         r"""
 NUMBERS: qwen3_toy numerics=stock
     range: tokenizer.vocab_size=-1 | seq=0 | model.num_layers=0 | model.num_query_groups=0 | logger.log_interval=0 |
-        train.exit_interval=0 | dist.distributed_timeout_minutes=0 | slurm.tries=0 | optimizer.clip_grad=-1 | save=-1 |
-        optimizer.weight_decay=-0.1 | scheduler.lr_warmup_iters=-1 | validation.eval_iters=-1 |
+        train.exit_interval=0 | dist.distributed_timeout_minutes=0 | slurm.tries=0 | optimizer.clip_grad=-1 |
+        save=-1 | optimizer.weight_decay=-0.1 | scheduler.lr_warmup_iters=-1 | validation.eval_iters=-1 |
         model.attention_dropout=2 | optimizer.adam_beta2=1.0 | optimizer.clip_grad=nan | lr=inf | lr=1e400 |
         optimizer.adam_eps=0 | seed=0 | rng.seed=-5
     aligned: model.hidden_size=7
-    taken: optimizer.clip_grad=0 | model.hidden_size=136 | seed=1 | lr=0.001 | model.attention_dropout=0.99 | save=0 |
-        optimizer.adam_beta2=0.0 | optimizer.grad_norm_skip_threshold=inf | checkpoint.most_recent_k=-1 |
+    taken: optimizer.clip_grad=0 | model.hidden_size=136 | seed=1 | lr=0.001 | model.attention_dropout=0.99 | save=0
+        | optimizer.adam_beta2=0.0 | optimizer.grad_norm_skip_threshold=inf | checkpoint.most_recent_k=-1 |
         tokenizer.null_tokenizer_pad_id=-1
 RELATIONS: qwen3_toy numerics=stock
-    multiple: model.num_attention_heads=3 | model.num_attention_heads=6 model.num_query_groups=6 model.kv_channels=null
+    multiple: model.num_attention_heads=3 | model.num_attention_heads=6 model.num_query_groups=6
+        model.kv_channels=null
     replaced: checkpoint.load=nope | checkpoint.save=x | dataset.path_to_cache=x | logger.tensorboard_dir=x
         logging.kind=tensorboard | logger.wandb_exp_name=x logging.kind=wandb
     warmup: scheduler.lr_warmup_iters=50
@@ -124,9 +129,10 @@ RELATIONS: qwen3_toy numerics=stock
         validation.eval_iters=1 | tokenizer.vocab_size=512 | model.num_attention_heads=6 model.num_query_groups=6
         model.kv_channels=16 | logger.tensorboard_dir=x
 EACH_LAYER: qwen3_toy numerics=stock
-    per_layer: model.no_rope_freq=[1] | model.no_rope_freq=[2,0] | model.num_moe_experts=8 model.moe_layer_freq=[0,1,1]
-        | model.num_moe_experts=8 model.moe_layer_freq=0 | model.window_size=[8,0] model.window_attn_skip_freq=0 |
-        model.experimental_attention_variant=gated_delta_net model.linear_attention_freq=[1]
+    per_layer: model.no_rope_freq=[1] | model.no_rope_freq=[2,0] | model.num_moe_experts=8
+        model.moe_layer_freq=[0,1,1] | model.num_moe_experts=8 model.moe_layer_freq=0 | model.window_size=[8,0]
+        model.window_attn_skip_freq=0 | model.experimental_attention_variant=gated_delta_net
+        model.linear_attention_freq=[1]
     without_rotary: model.no_rope_freq=2 model.position_embedding_type=learned_absolute | model.no_rope_freq=2
         model.multi_latent_attention=true
     no_window: model.window_size=[16,-5] | model.window_size=[16] | model.window_size=[-2,0]
@@ -134,9 +140,10 @@ EACH_LAYER: qwen3_toy numerics=stock
         model.mtp_num_layers=1 | model.experimental_attention_variant=gated_delta_net model.linear_attention_freq=4
         model.mtp_num_layers=1
     taken_fields: model.no_rope_freq=[0,1] | model.no_rope_freq=0 | model.moe_layer_freq=[0,1,1] |
-        model.experimental_attention_variant=gated_delta_net model.linear_attention_freq=[1,0] model.mtp_num_layers=1
+        model.experimental_attention_variant=gated_delta_net model.linear_attention_freq=[1,0]
+        model.mtp_num_layers=1
 GEMMA3: gemma3_toy numerics=stock
-    position_embedding_type: model.position_embedding_type=none | model.position_embedding_type=yarn |
+    own: model.position_embedding_type=none | model.position_embedding_type=yarn |
         model.position_embedding_type=learned_absolute
 SHARED_EXPERTS: glm45_toy numerics=stock
     add_bias_linear: model.add_bias_linear=true
@@ -146,11 +153,9 @@ GROUPED_EXPERTS: qwen3_moe_toy numerics=stock device=gpu cuda_graph=off
     bias_dropout_fusion: model.add_bias_linear=true model.bias_dropout_fusion=true
     taken_fields: model.add_bias_linear=true model.bias_dropout_fusion=false
 IGNORED: qwen3_toy numerics=stock
-    replaced: train.rampup_batch_size=[1,1,4] | train.step_batch_size_schedule='0:1' | train.iterations_to_skip=[2] |
-        train.skip_train=true | validation.skip_train=true | train.train_samples=8 | train.num_epochs=1.0
-    use_nsys_profiler: profiling.use_nsys_profiler=true
-    record_memory_history: profiling.record_memory_history=true
-    log_energy: logger.log_energy=true
+    replaced: train.rampup_batch_size=[1,1,4] | train.step_batch_size_schedule='0:1' | train.iterations_to_skip=[2]
+        | train.skip_train=true | validation.skip_train=true | train.train_samples=8 | train.num_epochs=1.0
+    own: profiling.use_nsys_profiler=true | profiling.record_memory_history=true | logger.log_energy=true
     taken_fields: train.iterations_to_skip=[] | validation.skip_train=false
 BLEND: qwen3_toy numerics=stock data=text data.path=a.txt
     replaced: dataset.blend=[[a],null]
@@ -161,8 +166,9 @@ NUMBERS_OF_EXPERTS: qwen3_moe_toy numerics=stock
     range: model.num_moe_experts=0
     taken: model.moe_router_topk=8
 WITHOUT_EFFECT, typed: qwen3_toy
-    loggers: logging=wandb project=y logger.wandb_project=x | logging=mlflow logger.mlflow_experiment=x | project=ours |
-        logging=tensorboard name=a | logger.wandb_project=ours | logging=mlflow logger.comet_project=a
+    loggers: logging=wandb project=y logger.wandb_project=x | logging=mlflow logger.mlflow_experiment=x |
+        project=ours | logging=tensorboard name=a | logger.wandb_project=ours | logging=mlflow
+        logger.comet_project=a
     two_keys: tp=2 model.tensor_model_parallel_size=4 | dp=2 gbs=2 parallel.data_parallel_size=1 | numerics=tree
         numerics.mode=stock
     unpadded: numerics=stock model.make_vocab_size_divisible_by=384 | numerics=stock model.vocab_size=500
@@ -178,45 +184,25 @@ WITHOUT_EFFECT, typed: qwen3_toy
         model.tensor_model_parallel_size=2 | tp=2 tp=4 | numerics=stock model.make_vocab_size_divisible_by=128 |
         numerics=stock optimizer.optimizer_cpu_offload=true device=gpu ledger.digests=0
 INVARIANCE, or_stock: qwen3_toy numerics=tree
-    use_mamba_mem_eff_path: model.use_mamba_mem_eff_path=false
-    normalization: model.normalization=L2Norm
-    initial_weights: numerics.initial_weights=megatron
-    grad_norm: numerics.grad_norm=fp64
-    bias_activation_fusion: model.add_bias_linear=true model.bias_activation_fusion=true model.gated_linear_unit=false
+    own: model.use_mamba_mem_eff_path=false | model.normalization=L2Norm | numerics.initial_weights=megatron |
+        numerics.grad_norm=fp64 | optimizer.muon_nesterov=true | optimizer.muon_tp_mode=duplicated |
+        optimizer.use_layer_wise_distributed_optimizer=true | model.qk_l2_norm=true |
+        model.use_transformer_engine_op_fuser=true | model.use_transformer_engine_full_layer_spec=true |
+        model.dense_grouped_gemm=true | model.use_kitchen=true | model.heterogeneous_block_specs=true |
+        model.fused_residual_rmsnorm=true | model.fp32_residual_connection=true | model.symmetric_ar_type=two_shot |
+        model.defer_embedding_wgrad_compute=true | model.inference_fuse_tp_communication=true |
+        model.cpu_offloading=true | model.fine_grained_activation_offloading=true | model.fused_single_qkv_rope=true
+        | model.fp16=true | model.qk_clip=true | model.log_max_attention_logit=true |
+        model.experimental_attention_variant=dsa | model.attention_backend=flash | model.softmax_type=off-by-one |
+        model.tp_comm_overlap=true | model.delay_wgrad_compute=true | model.cross_entropy_loss_fusion=true |
+        model.disable_bf16_reduced_precision_matmul=false | model.cp_comm_type=p2p | dataset.dataloader_type=cyclic
+    bias_activation_fusion: model.add_bias_linear=true model.bias_activation_fusion=true
+        model.gated_linear_unit=false
     field: ddp.delay_wgrad_compute=true | ddp.grad_reduce_in_fp32=false | optimizer.optimizer=adaptive_muon |
         dist.use_sharp=true
-    muon_nesterov: optimizer.muon_nesterov=true
-    muon_tp_mode: optimizer.muon_tp_mode=duplicated
-    use_layer_wise_distributed_optimizer: optimizer.use_layer_wise_distributed_optimizer=true
     gtp_weight_remat_size+gtp_weight_remat_size: model.gtp_weight_remat_size=2
-    qk_l2_norm: model.qk_l2_norm=true
-    use_transformer_engine_op_fuser: model.use_transformer_engine_op_fuser=true
-    use_transformer_engine_full_layer_spec: model.use_transformer_engine_full_layer_spec=true
-    dense_grouped_gemm: model.dense_grouped_gemm=true
-    use_kitchen: model.use_kitchen=true
-    heterogeneous_block_specs: model.heterogeneous_block_specs=true
-    fused_residual_rmsnorm: model.fused_residual_rmsnorm=true
-    fp32_residual_connection: model.fp32_residual_connection=true
-    symmetric_ar_type: model.symmetric_ar_type=two_shot
-    defer_embedding_wgrad_compute: model.defer_embedding_wgrad_compute=true
-    inference_fuse_tp_communication: model.inference_fuse_tp_communication=true
-    cpu_offloading: model.cpu_offloading=true
-    fine_grained_activation_offloading: model.fine_grained_activation_offloading=true
-    fused_single_qkv_rope: model.fused_single_qkv_rope=true
-    fp16: model.fp16=true
-    qk_clip: model.qk_clip=true
-    log_max_attention_logit: model.log_max_attention_logit=true
-    experimental_attention_variant: model.experimental_attention_variant=dsa
-    attention_backend: model.attention_backend=flash
-    softmax_type: model.softmax_type=off-by-one
     precision: mixed_precision=fp16_mixed
-    tp_comm_overlap: model.tp_comm_overlap=true
-    delay_wgrad_compute: model.delay_wgrad_compute=true
-    cross_entropy_loss_fusion: model.cross_entropy_loss_fusion=true
-    disable_bf16_reduced_precision_matmul: model.disable_bf16_reduced_precision_matmul=false
     hidden_dropout: model.hidden_dropout=0.1 | model.attention_dropout=0.1
-    cp_comm_type: model.cp_comm_type=p2p
-    dataloader_type: dataset.dataloader_type=cyclic
     taken: tp=8 | tp=4 sp=false | tp=2 pp=2 dp=2 gbs=4 | model.num_layers=3
 GPT, or_stock: qwen3_toy numerics=tree
     qk_layernorm: model.normalization=LayerNorm
@@ -229,14 +215,14 @@ GPT, or_stock: qwen3_toy numerics=tree
 SECTIONS, or_stock: qwen3_toy numerics=tree
     field: tokenizer.use_tokenizer_vocab_size=true | tokenizer.make_vocab_size_divisible_by=128 |
         train.decrease_batch_size_if_needed=true | train.gpu_sniff_test_interval=2 | train.exit_signal=SIGINT |
-        scheduler.no_weight_decay_cond_type=qwen3_next | dataset.data_sharding=false | dataset.reset_position_ids=true |
-        dataset.inter_document_masking=true | checkpoint.ckpt_format=torch | checkpoint.dist_ckpt_strictness=ignore_all
-        | validation.full_validation=true | logger.log_device_memory_used=true | rng.data_parallel_random_init=true |
+        scheduler.no_weight_decay_cond_type=qwen3_next | dataset.data_sharding=false |
+        dataset.reset_position_ids=true | dataset.inter_document_masking=true | checkpoint.ckpt_format=torch |
+        checkpoint.dist_ckpt_strictness=ignore_all | validation.full_validation=true |
+        logger.log_device_memory_used=true | rng.data_parallel_random_init=true |
         rerun_state_machine.error_injection_rate=1 | rerun_state_machine.rerun_mode=validate_results |
         straggler.enable_straggler_on_startup=false | nvrx_straggler.enabled=true | ft.enable_ft_package=true |
         inprocess_restart.enabled=true | tensor_inspect.enabled=true | comm_overlap.tp_comm_overlap=true
-    should_pad_vocab: model.should_pad_vocab=true
-    perform_initialization: model.perform_initialization=false
+    own: model.should_pad_vocab=true | model.perform_initialization=false
     taken_fields: tokenizer.use_tokenizer_vocab_size=false | model.perform_initialization=true |
         train.exit_signal=SIGTERM | train.empty_unused_memory_level=2 train.train_sync_interval=1 |
         checkpoint.async_save=true checkpoint.async_strategy=mcore checkpoint.dist_ckpt_strictness=log_all |
@@ -248,30 +234,18 @@ EXPERTS, or_stock: qwen3_moe_toy numerics=tree
     experts+etp: model.expert_tensor_parallel_size=2
     experts+num_moe_experts: model.expert_model_parallel_size=3 | model.num_moe_experts=12
         model.expert_model_parallel_size=8
-    moe_ffn_hidden_size: model.moe_ffn_hidden_size=48
+    own: model.moe_ffn_hidden_size=48 | model.moe_router_load_balancing_type=sinkhorn |
+        model.moe_router_load_balancing_type=[aux_loss] | model.moe_router_dtype=fp64 |
+        model.moe_token_dispatcher_type=flex | model.moe_router_force_load_balancing=1 | model.moe_router_fusion=1 |
+        model.moe_router_padding_for_quantization=1 | model.moe_router_padding_for_fp8=1 |
+        model.moe_shared_expert_overlap=1 | model.moe_paged_stash=1 | model.moe_single_grouped_weight=1 |
+        model.use_grouped_gemm_for_shared_expert=1 | model.overlap_moe_expert_parallel_comm=1 |
+        model.use_te_activation_func=1 | model.moe_input_jitter_eps=0.5 | model.moe_router_force_biased=1 |
+        model.moe_enable_routing_replay=1 | model.moe_apply_probs_on_input=1 |
+        model.moe_expert_rank_capacity_factor=1 | model.moe_mlp_glu_interleave_size=1 |
+        model.overlap_dispatch_backward_with_experts_wgrad=1
     at_most+virtual_shards: model.num_moe_experts=1 model.seq_length=64
     activation_func: model.activation_func=torch.nn.functional.gelu | model.gated_linear_unit=false
-    moe_router_load_balancing_type: model.moe_router_load_balancing_type=sinkhorn |
-        model.moe_router_load_balancing_type=[aux_loss]
-    moe_router_dtype: model.moe_router_dtype=fp64
-    moe_token_dispatcher_type: model.moe_token_dispatcher_type=flex
-    moe_router_force_load_balancing: model.moe_router_force_load_balancing=1
-    moe_router_fusion: model.moe_router_fusion=1
-    moe_router_padding_for_quantization: model.moe_router_padding_for_quantization=1
-    moe_router_padding_for_fp8: model.moe_router_padding_for_fp8=1
-    moe_shared_expert_overlap: model.moe_shared_expert_overlap=1
-    moe_paged_stash: model.moe_paged_stash=1
-    moe_single_grouped_weight: model.moe_single_grouped_weight=1
-    use_grouped_gemm_for_shared_expert: model.use_grouped_gemm_for_shared_expert=1
-    overlap_moe_expert_parallel_comm: model.overlap_moe_expert_parallel_comm=1
-    use_te_activation_func: model.use_te_activation_func=1
-    moe_input_jitter_eps: model.moe_input_jitter_eps=0.5
-    moe_router_force_biased: model.moe_router_force_biased=1
-    moe_enable_routing_replay: model.moe_enable_routing_replay=1
-    moe_apply_probs_on_input: model.moe_apply_probs_on_input=1
-    moe_expert_rank_capacity_factor: model.moe_expert_rank_capacity_factor=1
-    moe_mlp_glu_interleave_size: model.moe_mlp_glu_interleave_size=1
-    overlap_dispatch_backward_with_experts_wgrad: model.overlap_dispatch_backward_with_experts_wgrad=1
     taken_fields: model.moe_router_force_load_balancing=false model.moe_router_fusion=false
         model.moe_router_padding_for_quantization=false model.moe_router_padding_for_fp8=false
         model.moe_shared_expert_overlap=false model.moe_paged_stash=false model.moe_single_grouped_weight=false
@@ -286,21 +260,20 @@ AHEAD, or_stock: qwen3_toy numerics=tree model.mtp_num_layers=1 model.share_embe
     recomputes_several_layers: model.recompute_granularity=full model.recompute_method=uniform
         model.recompute_num_layers=2 | model.recompute_granularity=full model.recompute_method=uniform
         model.recompute_num_layers=1 model.recompute_method=block
-    mtp_use_repeated_layer: model.mtp_use_repeated_layer=true
-    mtp_detach_heads: model.mtp_detach_heads=true
-    taken: tp=2 pp=2 gbs=4 | model.mtp_num_layers=2 | model.recompute_granularity=full model.recompute_method=uniform
-        model.recompute_num_layers=1
+    own: model.mtp_use_repeated_layer=true | model.mtp_detach_heads=true
+    taken: tp=2 pp=2 gbs=4 | model.mtp_num_layers=2 | model.recompute_granularity=full
+        model.recompute_method=uniform model.recompute_num_layers=1
 AHEAD_TYPED, typed: qwen3_toy model.mtp_num_layers=1
     mtp_num_layers: numerics=gather
     pp: pp=2
     taken: pp=2 gbs=4 model.share_embeddings_and_output_weights=false
 HYBRID_AHEAD, or_stock: nemotron3_nano_toy numerics=tree
-    mtp_hybrid_override_pattern: model.mtp_num_layers=1 | model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=*G |
-        model.mtp_hybrid_override_pattern=*E
+    mtp_hybrid_override_pattern: model.mtp_num_layers=1 | model.mtp_num_layers=1
+        model.mtp_hybrid_override_pattern=*G | model.mtp_hybrid_override_pattern=*E
     moe_z_loss_coeff: model.mtp_num_layers=2 model.mtp_hybrid_override_pattern=*E model.mtp_use_repeated_layer=true
         model.moe_z_loss_coeff=0.1
-    recompute_granularity: model.mtp_num_layers=2 model.mtp_hybrid_override_pattern=*E model.recompute_granularity=full
-        model.recompute_method=uniform model.recompute_num_layers=1
+    recompute_granularity: model.mtp_num_layers=2 model.mtp_hybrid_override_pattern=*E
+        model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1
     taken: model.mtp_num_layers=2 model.mtp_hybrid_override_pattern=*E | model.mtp_num_layers=2
         model.mtp_hybrid_override_pattern=*E model.mtp_use_repeated_layer=true tp=2
 SINKS, or_stock: gpt_oss_toy numerics=tree
@@ -318,22 +291,17 @@ YARN, typed, or_stock: qwen3_toy model.position_embedding_type=yarn model.yarn_r
         model.yarn_correction_range_round_to_int=false
     cuts_sequences: numerics.context_shards=2
 LATENT, or_stock: deepseek_v3_toy numerics=tree
-    multi_latent_attention: model.multi_latent_attention=false
+    own: model.multi_latent_attention=false | model.qk_layernorm=false | model.apply_rope_fusion=true |
+        model.recompute_granularity=selective | model.moe_shared_expert_overlap=true | model.cache_mla_latents=true
+        | model.mla_down_proj_fusion=true
     split: model.tensor_model_parallel_size=2 model.num_moe_experts=null numerics.expert_groups=null
     multiple+num_query_groups: model.num_query_groups=16
-    qk_layernorm: model.qk_layernorm=false
     add_bias_linear: model.add_qkv_bias=true
-    apply_rope_fusion: model.apply_rope_fusion=true
-    recompute_granularity: model.recompute_granularity=selective
-    moe_shared_expert_overlap: model.moe_shared_expert_overlap=true
     is_latent: model.attention_output_gate=true
-    cache_mla_latents: model.cache_mla_latents=true
-    mla_down_proj_fusion: model.mla_down_proj_fusion=true
 DELTA_NET, or_stock: qwen3_next_toy numerics=tree model.mtp_num_layers=null
-    linear_conv_kernel_dim: model.linear_conv_kernel_dim=3
-    linear_attention_freq: model.linear_attention_freq=null
+    own: model.linear_conv_kernel_dim=3 | model.linear_attention_freq=null |
+        model.transformer_layer_spec=megatron.bridge.models.gpt_provider.local_layer_spec
     recompute_modules: model.recompute_granularity=selective model.recompute_modules=[gdn_norm_out]
-    transformer_layer_spec: model.transformer_layer_spec=megatron.bridge.models.gpt_provider.local_layer_spec
     taken: tp=2 ep=2 | tp=2 pp=2 gbs=4 mbs=2
 DELTA_NET_TYPED, typed: qwen3_next_toy model.mtp_num_layers=null
     split: tp=2 sp=false model.num_moe_experts=null
@@ -349,16 +317,11 @@ LATENT_SHARDS, typed, or_stock: deepseek_v3_toy
     taken: numerics.context_shards=1
 LORA, or_stock: qwen3_toy numerics=tree peft=lora checkpoint.pretrained_checkpoint=base
     field: peft.normalize_moe_lora=true | peft.experts_shared_outer_loras=true
-    target_modules: peft.target_modules=[router] | peft.target_modules=['*.layers.0.*.linear_qkv'] |
-        peft.target_modules=[]
-    dropout: peft.dropout=0.1
+    own: peft.target_modules=[router] | peft.target_modules=['*.layers.0.*.linear_qkv'] | peft.target_modules=[] |
+        peft.dropout=0.1 | model.pipeline_model_parallel_layout=Et*2L | peft.exclude_modules=[x] |
+        peft.canonical_mapping=[x] | peft.a2a_experimental=true | peft.sequence_parallel_input_regather=true |
+        peft.lora_dtype=[x]
     cuda_graph+device: model.cuda_graph_impl=full_iteration
-    pipeline_model_parallel_layout: model.pipeline_model_parallel_layout=Et*2L
-    exclude_modules: peft.exclude_modules=[x]
-    canonical_mapping: peft.canonical_mapping=[x]
-    a2a_experimental: peft.a2a_experimental=true
-    sequence_parallel_input_regather: peft.sequence_parallel_input_regather=true
-    lora_dtype: peft.lora_dtype=[x]
 LORA_SETTINGS, typed: qwen3_toy peft=lora checkpoint.pretrained_checkpoint=base
     divided: peft.dim=6 tp=4
     range: peft.dim=0 | peft.dropout=2
@@ -376,12 +339,13 @@ LORA_OF_EXPERTS: qwen3_moe_toy tp=4 numerics=stock peft=lora checkpoint.pretrain
     divided: peft.dim=6 peft.target_modules=[linear_fc2]
 LORA_OF_LATENTS: deepseek_v3_toy tp=4 numerics=stock model.moe_router_bias_update_rate=0 peft=lora
         checkpoint.pretrained_checkpoint=base
-    latents: peft.target_modules=[linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj]
+    latents:
+        peft.target_modules=[linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj]
         model.qk_pos_emb_head_dim=30
     taken_fields:
         peft.target_modules=[linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj]
 LORA_IN_OTHER_MODES, typed, or_stock: qwen3_toy peft=lora checkpoint.pretrained_checkpoint=base numerics=tree
-    numerics: numerics=gather | numerics=portable
+    own: numerics=gather | numerics=portable
     cuts_sequences: numerics.context_shards=2
     taken: numerics=stock
 GRAPHS, typed, or_stock: qwen3_toy device=gpu
@@ -403,13 +367,13 @@ UNGROUPED_EXPERTS: qwen3_moe_toy numerics=stock peft=lora checkpoint.pretrained_
     draws_others: numerics.initial_weights=invariant
     taken_fields: peft.share_expert_adapters=false
 MAMBA, or_stock: nemotron3_nano_toy numerics=tree numerics.virtual_shards=2
-    hybrid_layer_pattern: model.hybrid_layer_pattern='MG' | model.hybrid_layer_pattern='MD' |
-        model.hybrid_layer_pattern='M*/M*'
+    own: model.hybrid_layer_pattern='MG' | model.hybrid_layer_pattern='MD' | model.hybrid_layer_pattern='M*/M*'
     multiple+virtual_shards: model.mamba_num_groups=9 | model.mamba_num_heads=9
     taken_fields: model.hybrid_layer_pattern='M*-EM' | model.mamba_num_groups=8
 VIRTUAL_SHARDS, or_stock: qwen3_toy numerics=tree
     virtual_shards: numerics.virtual_shards=0 | numerics.virtual_shards=-2 | numerics.virtual_shards=3 |
-        numerics.virtual_shards=6 | numerics.virtual_shards=12 | model.ffn_hidden_size=192 | model.ffn_hidden_size=40
+        numerics.virtual_shards=6 | numerics.virtual_shards=12 | model.ffn_hidden_size=192 |
+        model.ffn_hidden_size=40
     taken_fields: model.ffn_hidden_size=192 device.kind=gpu | model.ffn_hidden_size=192 numerics.virtual_shards=2
 SHARDS_OF_SHARED_EXPERTS, or_stock: qwen3_moe_toy numerics=tree
     virtual_shards: model.moe_shared_expert_intermediate_size=64
@@ -421,14 +385,15 @@ DATA_SHARDS, typed: qwen3_toy gbs=8
     taken: dp=2 | dp=4 numerics.data_shards=4 | gbs=24 numerics.data_shards=8 | ddp.overlap_param_gather=true
         optimizer.use_distributed_optimizer=true
 CONTEXT_SHARDS, typed: qwen3_toy
-    context_shards: numerics.context_shards=3 | numerics.context_shards=0 | cp=3 seq=96 | cp=4 numerics.context_shards=2
-        | tp=4 cp=4 | seq=64 numerics.context_shards=16 numerics.virtual_shards=8 | numerics.context_shards=null
+    context_shards: numerics.context_shards=3 | numerics.context_shards=0 | cp=3 seq=96 | cp=4
+        numerics.context_shards=2 | tp=4 cp=4 | seq=64 numerics.context_shards=16 numerics.virtual_shards=8 |
+        numerics.context_shards=null
     cp: cp=2 numerics=gather
     cuts_sequences: numerics.context_shards=2 numerics=portable
     unread: numerics.context_shards=2 numerics=stock
     taken: tp=4 cp=2 | seq=64 numerics.context_shards=8 | cp=2 numerics.context_shards=4
 EXCHANGES, or_stock: qwen3_toy cp=2
-    cp_comm_type: model.cp_comm_type=p2p | model.cp_comm_type=all_gather | model.cp_comm_type='a2a+p2p' |
+    own: model.cp_comm_type=p2p | model.cp_comm_type=all_gather | model.cp_comm_type='a2a+p2p' |
         model.cp_comm_type=[a2a,p2p]
     taken_fields: model.cp_comm_type=a2a
 MUON, typed: qwen3_toy optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated
@@ -447,38 +412,25 @@ MUON_OF_EXPERTS, typed, or_stock: qwen3_moe_toy gbs=2 optimizer.optimizer=muon o
     use_layer_wise_distributed_optimizer: tp=2
     taken: tp=2 ep=2 | tp=2 dp=2
 PORTABLE_RUN, typed, or_stock: qwen3_toy numerics=portable
-    transformer_impl: model.transformer_impl=transformer_engine
-    precision: precision=fp32
+    own: model.transformer_impl=transformer_engine | precision=fp32 | model.hidden_dropout=0.1 |
+        model.add_bias_linear=true | model.softmax_type=learnable | model.activation_func_clamp_value=7.0 |
+        model.glu_linear_offset=1.0 | optimizer.optimizer=sgd | numerics.grad_norm=fp64 |
+        scheduler.lr_decay_style=inverse-square-root
     cuts_sequences: cp=2
-    hidden_dropout: model.hidden_dropout=0.1
-    add_bias_linear: model.add_bias_linear=true
-    softmax_type: model.softmax_type=learnable
-    activation_func_clamp_value: model.activation_func_clamp_value=7.0
-    glu_linear_offset: model.glu_linear_offset=1.0
     position_embedding_type: model.rotary_interleaved=true
-    optimizer: optimizer.optimizer=sgd
     use_precision_aware_optimizer+use_precision_aware_optimizer: optimizer.use_precision_aware_optimizer=true
-    grad_norm: numerics.grad_norm=fp64
-    lr_decay_style: scheduler.lr_decay_style=inverse-square-root
     taken: tp=1 | tp=4 sp=false | tp=2 pp=2 dp=2 gbs=4
 PORTABLE_FIELDS, or_stock: qwen3_toy numerics=portable
     activation_func: model.activation_func=torch.nn.functional.gelu | model.gated_linear_unit=false
     attention_backend: model.attention_backend=unfused
     normalization: model.normalization=LayerNorm model.qk_layernorm=false
 PORTABLE_EXPERTS, or_stock: qwen3_moe_toy numerics=portable
-    moe_router_score_function: model.moe_router_score_function=sigmoid
-    moe_router_load_balancing_type: model.moe_router_load_balancing_type=seq_aux_loss
-    moe_layer_freq: model.moe_layer_freq=2 | model.moe_layer_freq=[0,1,1,1]
+    own: model.moe_router_score_function=sigmoid | model.moe_router_load_balancing_type=seq_aux_loss |
+        model.moe_layer_freq=2 | model.moe_layer_freq=[0,1,1,1] | model.moe_expert_capacity_factor=1.0 |
+        model.moe_router_enable_expert_bias=true | model.moe_router_group_topk=2 | model.moe_router_num_groups=2 |
+        model.moe_router_pre_softmax=true | model.moe_router_topk_scaling_factor=2.5 | model.moe_router_dtype=fp32 |
+        model.moe_z_loss_coeff=0.1 | model.moe_latent_size=32
     moe_shared_expert_intermediate_size+virtual_shards: model.moe_shared_expert_intermediate_size=64
-    moe_expert_capacity_factor: model.moe_expert_capacity_factor=1.0
-    moe_router_enable_expert_bias: model.moe_router_enable_expert_bias=true
-    moe_router_group_topk: model.moe_router_group_topk=2
-    moe_router_num_groups: model.moe_router_num_groups=2
-    moe_router_pre_softmax: model.moe_router_pre_softmax=true
-    moe_router_topk_scaling_factor: model.moe_router_topk_scaling_factor=2.5
-    moe_router_dtype: model.moe_router_dtype=fp32
-    moe_z_loss_coeff: model.moe_z_loss_coeff=0.1
-    moe_latent_size: model.moe_latent_size=32
     taken: tp=1 | tp=2 | tp=2 ep=2 | pp=2
     taken_fields: model.moe_layer_freq=[1,1,1,1] | model.moe_layer_freq=1
 IN_FP8, typed: qwen3_toy numerics=tree precision=fp8_tensorwise
@@ -486,18 +438,16 @@ IN_FP8, typed: qwen3_toy numerics=tree precision=fp8_tensorwise
         mixed_precision=fp16_with_fp8_subchannel_scaling_mixed
     precision: mixed_precision=bf16_with_nvfp4_mixed | mixed_precision=bf16_with_fp8_delayed_scaling_mixed |
         mixed_precision.fp8_recipe=delayed | numerics=stock
-    borders: precision=mxfp8 numerics.virtual_shards=8 | precision=mxfp8 model.hidden_size=80 | precision=mxfp8 seq=48 |
-        precision=fp8_blockwise numerics.virtual_shards=2 | precision=fp8_blockwise numerics.virtual_shards=2
-        model.kv_channels=32 model.ffn_hidden_size=384 | precision=fp8_blockwise model.hidden_size=192 |
-        model.hidden_size=200 device=gpu | seq=64 | numerics.context_shards=2
+    borders: precision=mxfp8 numerics.virtual_shards=8 | precision=mxfp8 model.hidden_size=80 | precision=mxfp8
+        seq=48 | precision=fp8_blockwise numerics.virtual_shards=2 | precision=fp8_blockwise
+        numerics.virtual_shards=2 model.kv_channels=32 model.ffn_hidden_size=384 | precision=fp8_blockwise
+        model.hidden_size=192 | model.hidden_size=200 device=gpu | seq=64 | numerics.context_shards=2
     reuse_grad_buf_for_mxfp8_param_ag: precision=mxfp8 mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true
     numerics: precision=mxfp8 numerics=gather | numerics=gather
     fp8: precision=bf16 model.fp8=hybrid
-    fp8_param_gather: mixed_precision.fp8_param_gather=true
+    own: mixed_precision.fp8_param_gather=true | mixed_precision.fp8_wgrad=false | mixed_precision.bf16=false
     fp8_dot_product_attention: mixed_precision.fp8_dot_product_attention=true |
         mixed_precision.fp8_multi_head_attention=true
-    fp8_wgrad: mixed_precision.fp8_wgrad=false
-    bf16: mixed_precision.bf16=false
     taken: numerics=portable | precision=fp8_blockwise | mixed_precision.fp8=e4m3 |
         mixed_precision=bf16_with_fp8_current_scaling_mixed | mixed_precision=bf16-with-fp8-current-scaling-mixed |
         mixed_precision=bf16_with_fp8_subchannel_scaling_mixed |
@@ -506,13 +456,11 @@ IN_FP8, typed: qwen3_toy numerics=tree precision=fp8_tensorwise
 RECORDING: qwen3_toy numerics=stock
     must_be_0_never: ledger.digests=-1
     range: ledger.state_digests=-1
-    trace: ledger.trace=99:101 | ledger.trace='50:51' | ledger.trace='' | ledger.trace='3:' | ledger.trace=':3' |
+    own: ledger.trace=99:101 | ledger.trace='50:51' | ledger.trace='' | ledger.trace='3:' | ledger.trace=':3' |
         ledger.trace='0:3' | ledger.trace='3:2' | ledger.trace='a:b' | ledger.trace='1:2:3' | ledger.trace='-1:2' |
-        ledger.trace='1.0:2'
+        ledger.trace='1.0:2' | ddp.use_megatron_fsdp=true | model.gtp_weight_remat_size=2
     dump: ledger.dump=[weights/x] | ledger.dump=[weights/x,loss,forward/x] ledger.trace='1:1' |
         ledger.dump=[weight/*,loss*,w?ights/x,forward*] ledger.trace='1:1'
-    use_megatron_fsdp: ddp.use_megatron_fsdp=true
-    gtp_weight_remat_size: model.gtp_weight_remat_size=2
     taken: ledger.digests=0 ddp.use_megatron_fsdp=true | ledger.trace='49:50' |
         ledger.dump=[forward/decoder.layers.0.mlp/output] ledger.trace='1:1' | ledger.dump=[backward/model/input.1]
         ledger.trace='1:1' | ledger.dump=[gradients/a.b] ledger.trace='1:1' | ledger.dump=[weights/a.b]
@@ -537,15 +485,16 @@ PEER_MEMORY, typed: qwen3_toy device=gpu tp=2 device.peer_memory=always
         device.peer_memory=never | device=cpu device.peer_memory=auto | tp=4 launcher=slurm cluster.gpus_per_node=4
         slurm.time=5
 IDLE_QWEN3_TOY, typed: qwen3_toy
-    idle: model.moe_router_topk=4 | model.moe_shared_expert_intermediate_size=64 | model.mtp_loss_scaling_factor=0.3 |
-        model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=E | model.linear_num_value_heads=4 |
+    idle: model.moe_router_topk=4 | model.moe_shared_expert_intermediate_size=64 | model.mtp_loss_scaling_factor=0.3
+        | model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=E | model.linear_num_value_heads=4 |
         model.mamba_num_heads=8 | model.recompute_num_layers=1 | model.position_embedding_type=learned_absolute
         model.rotary_base=5 | optimizer.optimizer=sgd optimizer.adam_beta1=0.8 | optimizer.sgd_momentum=0.8 |
         numerics=stock optimizer.muon_momentum=0.8 | checkpoint.async_strategy=mcore | numerics=stock
-        numerics.virtual_shards=4 | numerics=stock numerics.grad_norm=fp64 | numerics=stock numerics.clip_rounding=pow2
-        | data.json_key=body | data.tokenizer=byte | data.cache=there | validation.eval_global_batch_size=4 |
-        model.rope_scaling_factor=4.0 | model.yarn_beta_fast=16.0 | ledger.digests=0 ledger.state_digests=5 |
-        ledger.experts=each | profiling.profile_step_start=3 | scheduler.lr_wsd_decay_iters=5
+        numerics.virtual_shards=4 | numerics=stock numerics.grad_norm=fp64 | numerics=stock
+        numerics.clip_rounding=pow2 | data.json_key=body | data.tokenizer=byte | data.cache=there |
+        validation.eval_global_batch_size=4 | model.rope_scaling_factor=4.0 | model.yarn_beta_fast=16.0 |
+        ledger.digests=0 ledger.state_digests=5 | ledger.experts=each | profiling.profile_step_start=3 |
+        scheduler.lr_wsd_decay_iters=5
     taken: model.moe_grouped_gemm=false | model.mtp_num_layers=1 model.mtp_loss_scaling_factor=0.3 |
         model.mtp_num_layers=null | model.rotary_base=5 | optimizer.adam_beta1=0.8 | numerics.virtual_shards=4 |
         numerics=stock numerics.virtual_shards=null | ledger.state_digests=5 | data=text data.path=there
