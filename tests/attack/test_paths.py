@@ -18,7 +18,6 @@ COMMANDS = (
     "compare --all run {}",
     "report {} --out page.html",
     "report run --out {}",
-    "report run --png {}",
     "certify {}",
     "certify run --out {}",
     "certify --check {}",
@@ -31,7 +30,6 @@ COMMANDS = (
     "show --from {}",
     "train --resume {} --dry-run",
     "train recipe={}:f --dry-run",
-    "train qwen3_toy --cluster-file {} --dry-run",
     "train qwen3_toy cluster={} --dry-run",
     "train qwen3_toy weights={} --dry-run",
     "train qwen3_toy data=text data.path={} data.tokenizer=byte --dry-run",
@@ -78,7 +76,7 @@ def paths(run: Path) -> None:
     Path("a.txt").write_text("a text")
 
 
-SAMPLE = ("compare {} run", "train qwen3_toy --cluster-file {} --dry-run", "logs {}")
+SAMPLE = ("compare {} run", "train qwen3_toy cluster={} --dry-run", "logs {}")
 
 
 @pytest.mark.parametrize("command", (*SAMPLE, *(release(command) for command in COMMANDS if command not in SAMPLE)))

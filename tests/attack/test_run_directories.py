@@ -21,7 +21,7 @@ COMMANDS = (
     "runs . --json",
     "compare run other",
     "compare other run --json",
-    "report run other --out page.html --no-png --force",
+    "report run other --out page.html --force",
     "certify run --out a.tpicert",
     "show --from run",
     "train --resume run iters=6 --dry-run",

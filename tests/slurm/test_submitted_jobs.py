@@ -28,12 +28,12 @@ slurm: {{time: "10"}}
 def cluster_file(folder: Path, python: Path | str) -> str:
     file = folder / "throwaway.yaml"
     file.write_text("# @package _global_\n" + SITE.format(python=python))
-    return f"--cluster-file={file}"
+    return f"cluster={file}"
 
 
 @pytest.fixture
 def site(tmp_path: Path, python_on_nodes: Path) -> str:
-    """The throw-away cluster as a file for `--cluster-file`."""
+    """The throw-away cluster as a file for `cluster=`."""
     return cluster_file(tmp_path, python_on_nodes)
 
 
@@ -168,7 +168,7 @@ def test_a_run_inside_an_allocation(tpi, cluster, tmp_path: Path, python_on_node
     """With "python" the node starts the interpreter itself, as a user's does: nothing is shared with this process."""
     site = cluster_file(tmp_path, {"fork": python_on_nodes, "python": sys.executable}[interpreter])
     words = ["train", "qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=5", "run.dir=run", site]
-    salloc = ["salloc", "--nodes=1", sys.executable, "-m", "tp_invariant_recipes", *words, "--launcher=slurm"]
+    salloc = ["salloc", "--nodes=1", sys.executable, "-m", "tp_invariant_recipes", *words, "launcher=slurm"]
     ended = subprocess.run(salloc, cwd=tpi.folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert len(steps(tpi.folder / "run")) == 5

@@ -88,7 +88,7 @@ def test_names_with_control_characters_are_refused(cli, runs_folder):
         commands = [
             ("compare", "a", f"b{n}"),
             ("compare", "a", f"b{n}", "--json"),
-            ("report", "a", f"b{n}", "--no-png"),
+            ("report", "a", f"b{n}"),
         ]
         for command in commands[: 1 if n else 3]:
             ended = cli(*command)
@@ -119,7 +119,7 @@ def test_a_page_shows_what_was_planted_as_text_and_no_control_character(cli, run
     """One page: drawing one takes a second."""
     everything = PLANTED[0] | PLANTED[2]
     write_run_of(runs_folder, LABEL, replace(HEADER, **everything))
-    reported = cli("report", "a", LABEL, "--out", "page.html", "--no-png")
+    reported = cli("report", "a", LABEL, "--out", "page.html")
     assert reported.status == 0, reported.err
     page = (runs_folder / "page.html").read_text()
     for text in (reported.out, reported.err, page):

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.start.bridge import VERBOSE
 
 
@@ -92,31 +91,10 @@ TrustRecipe = Annotated[
 ]
 Json = Annotated[bool, flag("Print JSON to standard output.", "--json")]
 
-ClusterFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Read the cluster from this file. The same as cluster=FILE."),
-]
-
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Read overrides from this YAML file; those typed here win."),
 ]
-
-
-def with_option(arguments: list[str], option: str, key: str, value: str | None) -> list[str]:
-    """Return the overrides, and the one that an option stands for: KEY=VALUE.
-
-    Raises ConfigError where the overrides say something else.
-    """
-    from tp_invariant_recipes.config.overrides import given, parse, parse_all
-
-    if value is None:
-        return arguments
-    requested = parse(f"{key}={value}")
-    other = given(parse_all(arguments), requested.field)
-    if other is not None and other.value != requested.value:
-        raise ConfigError(f"{option} {value} and {other.text} contradict each other; give one of them")
-    return [*arguments, requested.text]
 
 
 def with_model[M: str | None](model: M, arguments: list[str]) -> tuple[M | str, list[str]]:
@@ -142,12 +120,6 @@ def resumed_words(model: str | None, arguments: list[str]) -> tuple[str | None, 
     if model is None or "=" not in model or model.startswith("recipe="):
         return model, arguments
     return None, [model, *arguments]
-
-
-def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:
-    """Return the overrides, and the one that `--cluster-file FILE` stands for. Raises ConfigError as `with_option`."""
-    path = None if file is None else str(file.expanduser().absolute())
-    return with_option(arguments, "--cluster-file", "cluster", path)
 
 
 def with_config[R](command: Callable[..., R]) -> Callable[..., R]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, TrustRecipe, Verbose, argument, directory_option, flag, option
 from tp_invariant_recipes.cli.output import finish
-from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.result import Result
@@ -141,16 +141,14 @@ def _report(certified: "Certificate") -> dict[str, Any]:
 def report(
     runs: Annotated[list[Path], argument("RUN", "Run directories, ledger files or certificates.")],
     out: Annotated[Path, option("FILE.html", "Name of the page.")] = Path("report.html"),
-    png: Annotated[Path | None, option("FILE.png", "Name of the image; default: beside the page.")] = None,
-    no_png: Annotated[bool, flag("Write no image.", "--no-png")] = False,
-    force: Annotated[bool, flag("Overwrite existing files.", "--force")] = False,
+    force: Annotated[bool, flag("Overwrite an existing page.", "--force")] = False,
     open_: Annotated[bool, flag("Show the page in a browser afterwards.", "--open")] = False,
 ) -> None:
-    """Write a page and an image that compare runs with the first.
+    """Write a page that compares runs with the first.
 
     The HTML page is a single file that loads nothing else. It shows verdicts, headers side by side, plots, distances in
-    ULP, the parameters that differ, times and memory. The PNG holds its figures. Runs may be unfinished. Exit status: 0
-    written, whatever the verdict; 2 tpi cannot read a run or write a file.
+    ULP, the parameters that differ, times and memory. Runs may be unfinished. Exit status: 0 written,
+    whatever the verdict; 2 tpi cannot read a run or write the page.
 
     \b
     tpi report RUN
@@ -159,21 +157,15 @@ def report(
     from tp_invariant_recipes.report import page
     from tp_invariant_recipes.report.runs import gather
 
-    image = None if no_png else png or out.with_suffix(".png")
-    page.check({"--out": out, "--png": image}, force)
+    if out.exists() and not force:
+        raise RunError(f"{out} exists already: give another file by --out, or overwrite it by --force")
     with progress.Counter(terminal.console(stderr=True)) as slow:
         gathered = gather(runs, reading=slow.reading, comparing=slow.counting("comparing: step"))
-        parts = page.sections(gathered)
-        drawn = slow.counting("drawing: figure")
-        page.write(out, visible(page.page(gathered, parts, drawn)).encode())
-        if image:
-            drawings = [drawing for part in parts for drawing in part.drawings]
-            title = "\n".join(map(single_line, page.verdicts(gathered)))
-            page.write(image, page.png(drawings, title, slow.counting("drawing the image: figure")))
+        drawn = page.page(gathered, page.sections(gathered), slow.counting("drawing: figure"))
+        page.write(out, visible(drawn).encode())
     for line in page.verdicts(gathered):
         terminal.print_text(single_line(line))
-    for file in filter(None, (out, image)):
-        terminal.print_text(f"wrote {file}")
+    terminal.print_text(f"wrote {out}")
     if open_:
         typer.launch(str(out.resolve()))
 

@@ -102,16 +102,6 @@ OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 OF_PATHLIB = ("Symlink loop", "Could not determine home directory")
 
 
-# Options of Hydra that people try -> the command to use instead.
-HYDRA_OPTIONS = {
-    **dict.fromkeys(
-        ("-m", "--multirun"),
-        "To compare the bits of several layouts: tpi verify MODEL tp=1,2",
-    ),
-    **dict.fromkeys(("-c", "--cfg", "--info"), "For the configuration: tpi show MODEL KEY=VALUE"),
-}
-
-
 def _key_hint(option: str) -> str | None:
     """How to write a key that was typed as an option, with its value: `--tp 2`."""
     from tp_invariant_recipes.settings import conf_files
@@ -131,7 +121,7 @@ def _fail_usage(error: Any) -> NoReturn:
     """Print a usage error as typer does, but with control characters as text."""
     message = redacted(single_line(error.format_message()))
     option = getattr(error, "option_name", None) or ""
-    if hint := HYDRA_OPTIONS.get(option) or _key_hint(option):
+    if hint := _key_hint(option):
         message = f"{re.split(r' Did you mean| .Possible options', message)[0].rstrip('.')}. {hint}."
     from typer import rich_utils
 

@@ -238,7 +238,6 @@ def runs(
     tpi runs
     tpi runs --all
     tpi runs /scratch/me --json | jq '.runs[] | select(.state == "failed")'
-    tpi train --resume last
     """
     from tp_invariant_recipes.runs import overview
 

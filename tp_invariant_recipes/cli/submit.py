@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tp_invariant_recipes.cli.arguments import (
-    ClusterFile,
     Json,
     Overrides,
     TrustRecipe,
@@ -12,7 +11,6 @@ from tp_invariant_recipes.cli.arguments import (
     option,
     optional_model,
     resumed_words,
-    with_cluster_file,
     with_model,
 )
 from tp_invariant_recipes.errors import ConfigError
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 def submit(
     model: Annotated[str | None, optional_model("needed with --resume")] = None,
     overrides: Overrides = None,
-    cluster_file: ClusterFile = None,
     dry_run: Annotated[
         bool, flag("Print the script and write nothing; use neither SLURM nor Bridge.", "--dry-run")
     ] = False,
@@ -61,7 +58,7 @@ def submit(
     tpi submit qwen3_8b tp=4 cluster=h200 slurm.time=60 --dry-run
     tpi submit qwen3_8b tp=2,4,8 cluster=h200 slurm.time=60 --verify
     tpi submit --resume runs/a slurm.time=8:00:00 --after 12
-    tpi wait $(tpi submit qwen3_toy --cluster-file site.yaml slurm.time=10)
+    tpi wait $(tpi submit qwen3_toy cluster=h100 slurm.time=10)
     """
     from tp_invariant_recipes.launch import progress
 
@@ -69,7 +66,6 @@ def submit(
     if resume is not None:
         model, requested = resumed_words(model, requested)
     model, requested = with_model(model, requested)
-    requested = with_cluster_file(requested, cluster_file)
     to_person = terminal.console_of_its_own()
     with progress.preparing(to_person, here=False, dry=dry_run) as how:
         planned = _planned(model, requested, resume, verify, against, directory, after or [], how)

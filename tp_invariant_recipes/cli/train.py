@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from tp_invariant_recipes.cli.arguments import (
-    ClusterFile,
     Json,
     Overrides,
     TrustRecipe,
@@ -18,22 +17,17 @@ from tp_invariant_recipes.cli.arguments import (
     option,
     optional_model,
     resumed_words,
-    with_cluster_file,
     with_model,
-    with_option,
 )
 from tp_invariant_recipes.cli.output import finish
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
 
-LAST = Path("last")  # of --resume
-
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tp_invariant_recipes.config.compose import Composed
-    from tp_invariant_recipes.config.overrides import Override
     from tp_invariant_recipes.features.train.result import TrainResult
     from tp_invariant_recipes.launch.plan import Plan
     from tp_invariant_recipes.launch.record import RunRequest
@@ -44,21 +38,9 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        option("RUN", "Continue this run from its newest finished checkpoint; last: the latest run that can continue."),
-    ] = None,
-    trace: Annotated[
-        str | None,
-        option(
-            "FIRST:LAST",
-            "Record digests of every module's inputs and outputs at these steps. The same as ledger.trace=…",
-        ),
+        option("RUN", "Continue this run from its newest finished checkpoint."),
     ] = None,
     go_on: Annotated[bool, flag("Continue the run in run.dir; start it if there is none.", "--continue")] = False,
-    launcher: Annotated[
-        str | None,
-        option("KIND", "local, or slurm: use srun on every node of the current allocation. The same as launcher=…"),
-    ] = None,
-    cluster_file: ClusterFile = None,
     dry_run: Annotated[
         bool, flag("Check everything, print the plan and its memory, and write nothing.", "--dry-run")
     ] = False,
@@ -76,9 +58,8 @@ def train(
     tpi train qwen3_8b tp=4
     tpi train qwen3_toy tp=2 iters=50 data=text data.path=~/books
     tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a
-    tpi train --resume last
     tpi train qwen3_8b tp=4 model.attention_backend=unfused
-    tpi train qwen3_8b tp=4 --trace 1:2
+    tpi train qwen3_8b tp=4 ledger.trace=1:2
     tpi train weights=~/models/mine tp=4
     tpi train qwen3_8b tp=4 numerics=stock
     tpi train qwen3_8b tp=4 seq=8192 --dry-run
@@ -96,16 +77,10 @@ def train(
         model, arguments = resumed_words(model, arguments)
     needed.check("tpi train", needed.TRAINING)
     model, arguments = with_model(model, arguments)
-    arguments = with_option(arguments, "--trace", "ledger.trace", trace)
-    arguments = with_option(arguments, "--launcher", "launcher", launcher)
-    arguments = with_cluster_file(arguments, cluster_file)
     if resume is not None and go_on:
         raise ConfigError("--resume RUN continues a run wherever it is, --continue with the one in run.dir: give one")
     console = terminal.console_of_its_own()
-    requested = tuple(parse_all(arguments))
-    if resume == LAST:
-        resume = _latest(requested, console)
-    request = RunRequest(model, requested, resume, go_on)
+    request = RunRequest(model, tuple(parse_all(arguments)), resume, go_on)
     if dry_run or request.launcher != "slurm":  # in a job, another node may have begun there
         request.check_new_dir()
     if dry_run:
@@ -120,21 +95,6 @@ def train(
         terminal.print_all(console, result.lines())
         raise typer.Exit(result.exit_status)
     finish(result, as_json=True)
-
-
-def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
-    """Return the run of `--resume last`, which is printed. Raises ConfigError, RunError."""
-    from tp_invariant_recipes.config.overrides import given
-    from tp_invariant_recipes.runs import overview
-
-    if LAST.exists():
-        raise ConfigError(
-            f"--resume {LAST}: there is such a directory here, too; for that one: --resume {LAST.absolute()}"
-        )
-    iters = given(requested, "train.train_iters")
-    latest = overview.latest_to_resume(Path("runs"), int(iters.value) if iters and iters.value.isdigit() else None)
-    terminal.print_line(console, f"--resume last: {latest.run}, {latest.state} at step {latest.step}")
-    return latest.run
 
 
 def _dry_run(request: "RunRequest", console: "Console", *, as_json: bool) -> NoReturn:
@@ -225,7 +185,7 @@ def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool)
         raise typer.Exit(2)  # the first node prints the reason
     if place.first:
         console.print(result.word)
-        for line in [] if result.requeued else overview.place_lines(overview.places(task.run_dir)):
+        for line in [] if result.requeued else overview.place_lines(task.run_dir):
             remark(line)
     if stop.interrupted:
         raise typer.Exit(130)

@@ -156,7 +156,8 @@ def _dumped(run: Path, step: int, names: Names) -> dict[str, Dumped]:
     if missing:
         every = ",".join(name for _, name in wanted)
         raise LedgerError(
-            f"{run} did not dump {', '.join(missing)}; train it with --trace {step - 1}:{step} 'ledger.dump=[{every}]'"
+            f"{run} did not dump {', '.join(missing)}; train it with "
+            f"ledger.trace={step - 1}:{step} 'ledger.dump=[{every}]'"
         )
     return {name: there[number].read(name) for number, name in wanted}
 

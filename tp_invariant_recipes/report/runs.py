@@ -14,12 +14,11 @@ from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
-from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, ProgressLine
-from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, parse_object, read_limited
+from tp_invariant_recipes.ledger.run_files import Attempt, ProgressLine
+from tp_invariant_recipes.reading import Listed, Record, checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.text import counted, single_line
 
-BISECT = "bisect.json"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -109,25 +108,6 @@ class StartedRun(Record):
     attempts: Listed[Attempt] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bisected(Record):
-    """`bisect.json`, as far as a page shows it."""
-
-    runs: Listed[str]
-    text: str
-    operation: str | None
-    dumped: Listed[str]
-    magnitude: str | None
-    remarks: Listed[str] = ()
-
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        """What the answer says below its line."""
-        operation = [f"The operation: {self.operation}."] if self.operation else []
-        distance = [f"{self.dumped[0]}: {self.magnitude}."] if self.magnitude and self.dumped else []
-        return (*operation, *distance, *self.remarks)
-
-
 @dataclass(frozen=True)
 class Report:
     """Runs, and the comparison of each later run with the first."""
@@ -159,20 +139,6 @@ def gather(
         tuple(map(_run, _LETTERS, _names(ledgers), ledgers)),
         compare_all(first, others, progress=comparing),
     )
-
-
-def bisected(*runs: Run) -> Bisected | None:
-    """Return the newest answer of `tpi bisect` about these runs, beside or around them; None: there is none."""
-    folders = {run.ledger.run_directory.resolve() for run in runs if run.ledger.run_directory}
-    around = {above for folder in folders for above in folder.parents[:2]}
-    files = {file for above in around for file in (*above.glob(BISECT), *above.glob(f"*/{BISECT}"))}
-    for file in sorted(files, key=os.path.getmtime, reverse=True):
-        with suppress(OSError, ValueError):
-            answer = checked(Bisected, parse_object(read_limited(file, LARGEST)))
-            own = len(folders) == len(runs) and all(folder.parent == file.parent for folder in folders)
-            if own or folders == {Path(run).resolve() for run in answer.runs}:
-                return answer
-    return None
 
 
 def _run(letter: str, name: str, ledger: Ledger) -> Run:

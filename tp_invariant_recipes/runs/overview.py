@@ -9,7 +9,6 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain, count, product
@@ -35,9 +34,6 @@ DAMAGED = "damaged"
 # Commands that make runs for themselves, each in a folder of their directory.
 MAKERS = ("verify", "bench", "bisect", "audit")
 
-RESUMABLE = (STOPPED, FAILED, KILLED)
-OFFLINE = "offline-run-*"  # of wandb: one folder for each attempt
-ARCHIVES = "*.zip"  # of Comet: one for each attempt
 _OF_A_RUN = {file.name for file in (RunDir(Path()).run, RunDir(Path()).config, RunDir(Path()).ledger)}
 
 
@@ -141,40 +137,6 @@ def groups(listed: Iterable[RunRow]) -> dict[str, str]:
     return dict(zip(shared, map("".join, chain.from_iterable(letters)), strict=False))
 
 
-def comparable(run: Path) -> Path | None:
-    """Return the latest other run in the folder of this one with its identity; None: there is none."""
-    mine = row(run)
-    siblings = []
-    with suppress(OSError):
-        siblings = [path for path in _entries(run.absolute().parent) if path.name != run.absolute().name]
-    near = [other for other in map(row, siblings) if other.step]
-    same = [other for other in near if other.identity_hash == mine.identity_hash]
-    newest = max(same, key=lambda other: other.when, default=None)
-    return None if newest is None else run.parent / newest.run.name
-
-
-def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
-    """Return the run of `tpi train` below a folder whose last attempt began latest, of those that can go on.
-
-    A completed run can where `iters` asks for more steps than it has. Raises RunError when there is none.
-    """
-    if not folder.is_dir():
-        raise RunError(
-            f"--resume last looks for runs below {folder}, and there is no such folder; name one: --resume RUN"
-        )
-    # Other commands make runs of their own, and continue none.
-    trained = [run for run in rows(folder) if run.last.command.split()[:2] == ["tpi", "train"]]
-    for run in reversed(trained):
-        if run.state in RESUMABLE or (run.state == COMPLETED and iters is not None and iters > (run.step or 0)):
-            return run
-    states = Counter(run.state for run in trained)
-    there = ", ".join(f"{count} {state}" for state, count in states.items())
-    raise RunError(
-        f"--resume last: no run of tpi train below {folder} can go on ({there or 'there is none'}); "
-        "tpi runs lists all; of a completed run, iters=N above its steps asks for more"
-    )
-
-
 def _state(run_dir: RunDir, last: Attempt | None) -> tuple[str, str | None]:
     if lock.holder(run_dir) is not None:
         return RUNNING, None
@@ -210,56 +172,27 @@ def _entries(folder: Path) -> list[Path]:
         return [folder / entry.name for entry in entries if entry.is_dir()]
 
 
-def places(run_dir: RunDir) -> dict[str, Any]:
-    """Return the places as JSON.
-
-    ledger, tensorboard, wandb, mlflow, comet: paths; None: there is none. wandb_sync, comet_upload: the command that
-    uploads what was kept offline; None: nothing was. mlflow_ui: the command that shows what MLflow kept here; None:
-    nothing. next: commands.
-    """
-    folder = run_dir.path / "wandb"
-    shows = ["mlflow", "ui", "--backend-store-uri", str(run_dir.mlflow)]
-    return {
-        "ledger": _there(run_dir.ledger),
-        "tensorboard": _there(run_dir.tensorboard),
-        "wandb": _there(folder),
-        # The attempts at a run are one run of wandb.
-        "wandb_sync": _upload(["wandb", "sync", "--append"], folder, OFFLINE),
-        "mlflow": _there(run_dir.mlflow),
-        # MLflow shows a store of files only where this variable says so.
-        "mlflow_ui": f"MLFLOW_ALLOW_FILE_STORE=true {shlex.join(shows)}" if run_dir.mlflow.exists() else None,
-        "comet": _there(run_dir.comet),
-        "comet_upload": _upload(["comet", "upload"], run_dir.comet, ARCHIVES),
-        "next": _next(run_dir) if run_dir.ledger.exists() else [],
-    }
+# Folder of a run -> files of which it has one, and the command that shows or uploads its curves.
+_CURVES = {
+    "tensorboard": ("", "tensorboard --logdir {}"),
+    "wandb": ("/offline-run-*", "wandb sync --append {}"),  # the attempts at a run are one run of wandb
+    "mlflow": ("", "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {}"),  # it shows no files without
+    "comet": ("/*.zip", "comet upload {}"),
+}
 
 
-def place_lines(places: dict[str, Any]) -> list[str]:
-    """Return the places as lines of text."""
-    sentences = [f"ledger: {places['ledger']}"] if places["ledger"] else []
-    if places["tensorboard"]:
-        sentences.append(f"curves: {shlex.join(['tensorboard', '--logdir', places['tensorboard']])}")
-    for service, command in (("wandb", "wandb_sync"), ("mlflow", "mlflow_ui"), ("comet", "comet_upload")):
-        if places[service]:
-            sentences.append(places[command] or f"{service}: {places[service]}")
-    if places["next"]:
-        sentences.append(f"next: {'   '.join(places['next'])}")
-    return sentences
+def places(run_dir: RunDir) -> dict[str, str | None]:
+    """Return where a run has left its ledger, and the commands that show or upload its curves; None: it has none."""
+    found: dict[str, str | None] = {"ledger": str(run_dir.ledger) if run_dir.ledger.exists() else None}
+    for name, (files, command) in _CURVES.items():
+        there = any(run_dir.path.glob(f"{name}{files}"))
+        found[name] = command.format(f"{shlex.quote(str(run_dir.path / name))}{files}") if there else None
+    return found
 
 
-def _there(path: Path) -> str | None:
-    return str(path) if path.exists() else None
-
-
-def _upload(command: list[str], folder: Path, pattern: str) -> str | None:
-    kept = sorted(folder.glob(pattern))
-    if len(kept) > 1:
-        return f"{shlex.join(command)} {shlex.quote(str(folder))}/{pattern}"
-    return shlex.join([*command, str(kept[0])]) if kept else None
-
-
-def _next(run_dir: RunDir) -> list[str]:
-    """Compare with the latest comparable run beside it, where there is one, and report."""
-    run, other = str(run_dir.path), comparable(run_dir.path)
-    compared = shlex.join(["tpi", "compare", run, str(other)]) if other else f"tpi compare {shlex.quote(run)} RUN_B"
-    return [compared, shlex.join(["tpi", "report", run, *([str(other)] if other else [])])]
+def place_lines(run_dir: RunDir) -> list[str]:
+    """Return the places as lines of text, and what to do next."""
+    run, found = shlex.quote(str(run_dir.path)), places(run_dir)
+    lines = [f"ledger: {ledger}"] if (ledger := found.pop("ledger")) else []
+    lines += [command for command in found.values() if command]
+    return [*lines, f"next: tpi compare {run} RUN_B   tpi report {run}"] if ledger else lines

@@ -500,7 +500,7 @@ def examples() -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("words", examples(), ids=" ".join)
 def test_the_examples_in_the_help_are_correct(words, tmp_path):
-    words = " ".join(words).replace("--trace ", "ledger.trace=").partition(" --key ")[0].split()
+    words = " ".join(words).partition(" --key ")[0].split()
     model, *overrides = [word for word in words if not word.startswith("--")]
     if model == "weights=~/models/mine":
         folder = hf_folders.make(tmp_path / "mine", hf_folders.model_section("qwen3_toy"))

@@ -16,7 +16,7 @@ FC2 = MODULES[-1]
 
 def dump(*modules):
     names = [name for item in map(names_of, modules) for name in (item.weight, *item.operands, *item.results)]
-    return ("--trace", "1:2", f"ledger.dump=[{','.join(names)}]")
+    return ("ledger.trace=1:2", f"ledger.dump=[{','.join(names)}]")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ REFUSED = {
     ("run", "1", FC2): "--step must be 2 or more",
     ("run", "2", "decoder.final_layernorm"): "--module decoder.final_layernorm is not covered; these are: decoder.",
     ("run", "2", "decoder.layers.1.mlp.linear_fc2"): (
-        "train it with --trace 1:2 'ledger.dump=[weights/decoder.layers.1.mlp.linear_fc2.weight,"
+        "train it with ledger.trace=1:2 'ledger.dump=[weights/decoder.layers.1.mlp.linear_fc2.weight,"
     ),
     ("nowhere", "2", FC2): "nowhere",
 }

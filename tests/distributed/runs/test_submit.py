@@ -115,7 +115,7 @@ def test_the_device_is_that_of_the_nodes(cli):
 
 def test_a_cluster_of_ones_own_travels_with_the_job(cli, here):
     (here / "site.yaml").write_text("# @package _global_\ncluster:\n  gpus_per_node: 0\n  ranks_per_node: 2\n")
-    arguments = ("qwen3_toy", "tp=4", "slurm.time=5", "run.dir=a", "--cluster-file", "site.yaml", "--dry-run")
+    arguments = ("qwen3_toy", "tp=4", "slurm.time=5", "run.dir=a", "cluster=site.yaml", "--dry-run")
     ended = cli("submit", *arguments)
     assert ended.status == 0, ended.err
     assert f"    cluster={here}/site.yaml \\\n" in ended.out

@@ -90,8 +90,7 @@ def test_json_says_how_a_run_ended(tpi):
     assert summary["outcome"] == "completed"
     assert summary["steps"] == 2
     assert math.isfinite(summary["loss"])
-    assert (summary["ledger"], summary["tensorboard"], summary["wandb_sync"]) == ("run/ledger.jsonl", None, None)
-    assert summary["next"] == ["tpi compare run RUN_B", "tpi report run"]
+    assert (summary["ledger"], summary["tensorboard"], summary["wandb"]) == ("run/ledger.jsonl", None, None)
 
 
 def test_tensorboard_gets_bridges_curves(runs):

@@ -85,30 +85,6 @@ def test_a_step_to_begin_at_needs_a_run(folders_here):
         asked.plan(asked.composed("cpu"))
 
 
-# --- options and overrides ----------------------------------------------------------------------------------
-
-CONTRADICTING = (
-    ("--trace 1:2 ledger.trace=2:3", "--trace 1:2 and ledger.trace=2:3"),
-    ("ledger.trace=null --trace 1:2", "--trace 1:2 and ledger.trace=null"),
-    ("--launcher local launcher.kind=slurm", "--launcher local and launcher.kind=slurm"),
-    ("--resume run ledger.trace=2:3 --trace 1:2", "--trace 1:2 and ledger.trace=2:3"),
-    ("--cluster-file site.yaml cluster=h100", "--cluster-file"),
-)
-
-
-@pytest.mark.parametrize("words, says", CONTRADICTING)
-def test_an_option_and_an_override_that_contradict(cli, folders_here, words, says):
-    ended = cli("train", *([] if "--resume" in words else ["qwen3_toy"]), *words.split())
-    assert ended.status == 2
-    assert ended.err.startswith(f"error: {says}")
-    assert ended.err.endswith("contradict each other; give one of them\n")
-
-
-def test_an_option_and_an_override_that_agree(cli, folders_here):
-    ended = cli("train", "qwen3_toy", "--trace", "1:2", "ledger.trace=1:2", "iters=1")
-    assert ended.err == "error: ledger.trace=1:2: the run ends at step 1; raise iters or trace less\n"
-
-
 @pytest.mark.parametrize("split, documents, wrong", (("90,5,5", 1, True), ("90,5,5", 20, False), ("9,1,0", 1, True)))
 def test_a_part_of_the_text_without_a_document_is_refused(split, documents, wrong):
     """Megatron goes through its documents until it has enough tokens."""

@@ -119,24 +119,6 @@ def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, command, argument
     assert not (here.parent / "cache" / "tpi" / "data").exists()
 
 
-# Words after `tpi train qwen3_toy`, and where the message points.
-ELSEWHERE = (
-    (["tp=1,2"], "for several layouts: tpi verify"),
-    (["-m", "lr=1,2"], "tpi verify MODEL tp=1,2"),
-    (["--multirun", "tp=1,2"], "tpi verify MODEL tp=1,2"),
-    (["--cfg", "job"], "tpi show MODEL KEY=VALUE"),
-    (["-c", "job"], "tpi show MODEL KEY=VALUE"),
-)
-
-
-@pytest.mark.parametrize("words, says", ELSEWHERE, ids=[" ".join(words) for words, _ in ELSEWHERE])
-def test_the_ways_of_hydra_lead_to_tpis(cli, here, monkeypatch, words, says):
-    monkeypatch.setenv("COLUMNS", "200")
-    ended = cli("train", "qwen3_toy", *words)
-    assert ended.status == 2
-    assert says in ended.err
-
-
 @pytest.mark.parametrize("trace", ("3", "3:3"))
 def test_one_traced_step_needs_no_quotes(cli, here, trace):
     shown = json.loads(cli("show", "qwen3_toy", f"ledger.trace={trace}", "--json").out)

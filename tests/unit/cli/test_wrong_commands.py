@@ -93,8 +93,7 @@ OVERRIDES = st.one_of(
     out_of_range(),
 )
 WHOLE = (
-    "train qwen3_toy --trace 1:2 ledger.trace=2:3", "train qwen3_toy --launcher slurm launcher=local", "train tp=2",
-    "train qwen3_toy --cluster-file site.yaml cluster=h100",
+    "train tp=2",
     "submit qwen3_toy --against a.txt slurm.time=5", "train",
     "submit qwen3_toy --dir b slurm.time=5 --dry-run", "train qwen3_toy --resume a --continue", "train --resume a",
     "train --resume a run.dir=b", "train qwen3_toy checkpoint.ckpt_step=5", "verify qwen3_toy tp=1,2 run.dir=x",
@@ -105,7 +104,7 @@ WHOLE = (
     "compare none n\x07o", "certify none", "report runs", "bisect none *", "train --resume a.txt", "logs ~nobody/x",
     "train qwen3_toy cluster=no/such.yaml", "train qwen3_toy --config none", "train qwen3_toy --config a.txt",
     "train qwen3_toy checkpoint.pretrained_checkpoint=a.txt", "verify qwen3_toy tp=1,2 --against none",
-    "data prepare none", "bench qwen3_toy --steps -1", "train qwen3_toy --trace 3:",
+    "data prepare none", "bench qwen3_toy --steps -1", "train qwen3_toy ledger.trace=3:",
     "audit qwen3_toy --reference =",
 )  # fmt: skip
 LINES = st.one_of(

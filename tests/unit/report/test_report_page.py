@@ -1,6 +1,5 @@
 """`tpi report`: one file that asks nothing of the network, escapes what it shows, and is the same bytes each time."""
 
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -9,20 +8,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from PIL import Image
-from safetensors.numpy import save_file
 
 from tests import ledgers
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.ledger.run_files import Attempt, RunFile
 from tp_invariant_recipes.report import page
 from tp_invariant_recipes.report.figures import COLOURS
-from tp_invariant_recipes.report.page import png
 from tp_invariant_recipes.report.runs import gather
 
 NAMES = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.$x$<b>.weight")
@@ -178,49 +172,6 @@ def test_a_page_says_what_is_expected(tmp_path, data_regression):
     data_regression.check(pages, fullpath=Path(__file__).parent / "pages.yml")
 
 
-def test_dumps_say_the_distance_of_tensors(differing_runs):
-    name = f"gradients/{NAMES[1]}"
-    for run, last in zip(differing_runs, (0x3F800000, 0x3F800009), strict=True):
-        bits = np.array([[0x3F800000] * 7 + [last]], dtype=np.uint32)
-        part = dumps.DumpedPart(name, "float32", (2, 4), 0, 1, 0)
-        file = dumps.file_of(run, 4, 0)
-        file.parent.mkdir(parents=True)
-        save_file({"0": bits}, file, {dumps.RANKS: "1", "0": part.text()})
-    assert f"{name} 4 1 of 8 9 1.07e-06" in text_of(*differing_runs).text
-    dumps.file_of(differing_runs[1], 4, 0).write_bytes(b"torn")
-    assert "The dumps cannot be compared: " in text_of(*differing_runs).text
-
-
-ANSWER = {"text": "different at step 4: forward of mlp: output differs", "operation": "the forward pass of mlp",
-          "dumped": ["forward/mlp/output"], "magnitude": "3 of 8 elements differ", "remarks": []}  # fmt: skip
-
-
-def boxes_of(*runs: Path) -> list[tuple[str, str, str, tuple[str, ...]]]:
-    return [tuple(box.values()) for box in page._boxes(gather(runs))]
-
-
-def test_the_answer_of_bisect_stands_first(differing_runs, tmp_path):
-    before = boxes_of(*differing_runs)
-    assert [box[1] for box in before] == ["B tp2"]
-    assert any("tpi bisect" in remark for remark in before[0][3])
-    for name, runs in (("bisect-1", differing_runs), ("bisect-2", [tmp_path / "x", tmp_path / "y"])):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "bisect.json").write_text(json.dumps(ANSWER | {"runs": [str(run) for run in runs]}))
-    answer, verdict = boxes_of(*differing_runs)
-    message = ("The operation: the forward pass of mlp.", "forward/mlp/output: 3 of 8 elements differ.")
-    assert answer == ("different", "tpi bisect of A tp1 and B tp2", ANSWER["text"], message)
-    assert verdict[:3] == before[0][:3]
-    assert verdict[3] == tuple(remark for remark in before[0][3] if "tpi bisect" not in remark)
-    own = [
-        write_run(tmp_path / "bisect-2" / f"traced-{side}", differs_from=differs)
-        for side, differs in (("a", None), ("b", 4))
-    ]
-    assert boxes_of(*own)[0][2] == ANSWER["text"]
-    assert [box[1] for box in boxes_of(differing_runs[0], own[0])] == ["B traced-a"]  # the control: other runs
-    (tmp_path / "bisect-1" / "bisect.json").write_text("{}")
-    assert boxes_of(*differing_runs) == before
-
-
 # --- runs ---------------------------------------------------------------------------------------------------
 
 
@@ -301,12 +252,6 @@ def test_what_comes_from_ledgers_is_escaped(tmp_path):
         ElementTree.fromstring(figure)
 
 
-def test_the_same_ledgers_give_the_same_image(pair):
-    """And the same page: the command's is compared with `html` below. Of the curves: an image of all takes a second."""
-    images = [png(page.sections(gather(pair))[0].drawings, "title") for _ in range(2)]
-    assert images[0] == images[1]
-
-
 # Steps, parameters, digests every so many steps, the limit of the page, and how many steps a point stands for.
 MUCH = (
     pytest.param(501, 65, 2, 600, 2, id="more steps and parameters than places"),
@@ -332,43 +277,28 @@ def test_a_page_of_much_stays_small(tmp_path, steps, parameters, every, kib, poi
 # --- the command --------------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_page_and_an_image(cli, pair, html, monkeypatch, tmp_path):
+def test_the_command_writes_a_page(cli, pair, html, monkeypatch, tmp_path):
     folder = tmp_path / "reports"  # beside the cache of bytecode
     folder.mkdir()
     monkeypatch.chdir(folder)
     done = cli("report", *pair)
     assert done.status == 0, done.err
     assert "B tp2: different at step 4" in done.out
-    assert "wrote report.html\nwrote report.png" in done.out
+    assert "wrote report.html" in done.out
     assert (folder / "report.html").read_text() == html
-    image = Image.open(io.BytesIO((folder / "report.png").read_bytes()))
-    assert image.width == 1188
-    assert {file.name for file in folder.iterdir()} == {"report.html", "report.png"}
+    assert [file.name for file in folder.iterdir()] == ["report.html"]
 
 
 def test_nothing_is_written_over_unless_told(cli, tmp_path):
     run = write_run(tmp_path / "tp1", steps=1)
-    out, image = tmp_path / "x.html", tmp_path / "x.png"
+    out = tmp_path / "x.html"
     out.write_text("mine")
-    image.write_text("mine too")
     refused = cli("report", run, "--out", out)
     assert refused.status == 2
     assert f"{out} exists already: give another file by --out, or overwrite it by --force" in refused.err
-    assert f"{image} exists already: give another file by --png" in refused.err
-    assert (out.read_text(), image.read_text()) == ("mine", "mine too")
-    assert cli("report", run, "--out", out, "--no-png", "--force").status == 0
+    assert out.read_text() == "mine"
+    assert cli("report", run, "--out", out, "--force").status == 0
     assert out.read_text().startswith("<!DOCTYPE html>")
-    assert image.read_text() == "mine too"
-
-
-@pytest.mark.parametrize("options", (("--out", "x.png"), ("--out", "x.html", "--png", "../here/x.html", "--force")))
-def test_page_and_image_are_two_files(cli, differing_runs, tmp_path, monkeypatch, options):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    done = cli("report", *differing_runs, *options)
-    assert done.status == 2
-    assert "--out and --png name the same file, " in done.err
-    assert not list((tmp_path / "here").iterdir())
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing(cli, tmp_path):

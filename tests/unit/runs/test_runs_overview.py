@@ -1,4 +1,4 @@
-"""`tpi runs`, `--resume last` and what a run's end says, from run directories without a training."""
+"""`tpi runs` and what a run's end says, from run directories without a training."""
 
 import errno
 import functools
@@ -17,7 +17,6 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.runs import attempts, overview
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -159,7 +158,7 @@ def test_links_in_a_circle_end_and_names_control_no_terminal(cli):
 
 
 def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails(monkeypatch):
-    run, closed = a_run("a"), a_run("b")
+    _, closed = a_run("a"), a_run("b")
 
     def denied_by(call):
         def denied(path, *arguments):
@@ -175,7 +174,6 @@ def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails
         ("damaged", "run.json: Permission denied"),
         ("completed", None),
     ]
-    assert overview.places(RunDir(run))["next"][0] == "tpi compare runs/a RUN_B"
 
 
 def made_by(run: Path, command: str) -> Path:
@@ -227,7 +225,6 @@ def test_a_run_whose_end_did_not_fit_on_the_disk_says_disk_full(cli, monkeypatch
     line = cli("runs").out.splitlines()[1]
     assert cells(line)[1] == state
     assert line.endswith("disk full") is (state == "failed")
-    assert overview.latest_to_resume(Path("runs")).run == run
     # A later attempt has an end of its own.
     record.write(replace(planned_in("runs/b"), run_dir=RunDir(run)))
     assert overview.row(run).state == "killed"
@@ -237,50 +234,6 @@ def test_no_folder_and_no_run(cli):
     assert cli("runs").out == "no run below runs\n"
     ended = cli("runs", "nowhere")
     assert (ended.status, ended.err) == (2, "error: nowhere: there is no such folder\n")
-
-
-def test_the_last_is_the_latest_that_can_go_on():
-    a_run("old", outcome="stopped", minute=1, steps=1)
-    a_run("later", outcome=None, minute=2, steps=1)
-    a_run("done", minute=3)
-    made_by(a_run("verify/tp1", outcome="stopped", minute=4, steps=1), "tpi verify qwen3_toy tp=1,2")
-    last = overview.latest_to_resume(Path("runs"))
-    assert (str(last.run), last.state, last.step) == ("runs/later", "killed", 1)
-    assert str(overview.latest_to_resume(Path("runs"), iters=3).run) == "runs/later"
-    assert str(overview.latest_to_resume(Path("runs"), iters=4).run) == "runs/done"
-    with locked(RunDir(last.run)):
-        assert str(overview.latest_to_resume(Path("runs")).run) == "runs/old"
-
-
-def test_time_zones_do_not_change_which_is_the_latest():
-    for name, time in (("a", "2026-01-01T09:00:00+0900"), ("b", "2026-01-01T00:30:00+0000")):
-        run = a_run(name, outcome="stopped")
-        text = (run / "run.json").read_text().replace("2026-01-01T00:00:00+0000", time)
-        (run / "run.json").write_text(text)
-    assert overview.latest_to_resume(Path("runs")).run.name == "b"
-
-
-def test_nothing_to_go_on_with_says_what_there_is(cli):
-    with pytest.raises(RunError, match=r"no run of tpi train below runs can go on \(there is none\)"):
-        overview.latest_to_resume(Path("runs"))
-    a_run("a")
-    a_run("b")
-    ended = cli("train", "--resume", "last")
-    assert ended.status == 2
-    assert "no run of tpi train below runs can go on (2 completed); tpi runs lists all" in ended.err
-    shutil.rmtree("runs")
-    assert "there is no such folder" in cli("train", "--resume", "last").err
-
-
-def test_last_is_named_and_a_directory_of_this_name_is_not_guessed_at(cli, monkeypatch):
-    monkeypatch.setattr(terminal, "console_of_its_own", lambda: terminal.console(stderr=True))
-    a_run("a", outcome="stopped", steps=2)
-    ended = cli("train", "--resume", "last", "seed=3")
-    assert ended.status == 2
-    assert "--resume last: runs/a, stopped at step 2" in ended.err
-    assert "rng.seed was 1234 and is 3 now; leave out seed=3, or set rng.seed=1234" in ended.err
-    Path("last").mkdir()
-    assert "there is such a directory here, too" in cli("train", "--resume", "last").err
 
 
 def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
@@ -294,27 +247,18 @@ def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
 
 
 def test_the_end_of_a_run_says_where_things_are():
-    run = a_run("a b", minute=1)
-    result = overview.places(RunDir(run))
-    assert overview.place_lines(result) == [
+    run = RunDir(a_run("a b", minute=1))
+    next_ = "next: tpi compare 'runs/a b' RUN_B   tpi report 'runs/a b'"
+    assert overview.place_lines(run) == ["ledger: runs/a b/ledger.jsonl", next_]
+    for place in ("tensorboard", "wandb/offline-run-1-x", "mlflow", "comet/1.zip"):
+        (run.path / place).mkdir(parents=True)
+    assert overview.place_lines(run) == [
         "ledger: runs/a b/ledger.jsonl",
-        "next: tpi compare 'runs/a b' RUN_B   tpi report 'runs/a b'",
-    ]
-    a_run("other", "seed=3", minute=9)
-    a_run("older", "tp=2", minute=2)
-    a_run("newer", "tp=4", minute=3)
-    (run / "tensorboard").mkdir()
-    (run / "wandb" / "offline-run-1-x").mkdir(parents=True)
-    result = overview.places(RunDir(run))
-    assert overview.place_lines(result) == [
-        "ledger: runs/a b/ledger.jsonl",
-        "curves: tensorboard --logdir 'runs/a b/tensorboard'",
-        "wandb sync --append 'runs/a b/wandb/offline-run-1-x'",
-        "next: tpi compare 'runs/a b' runs/newer   tpi report 'runs/a b' runs/newer",
-    ]
-    for kind, name in (("mlflow", ""), ("comet", "1.zip")):
-        (run / kind / name).mkdir(parents=True)
-    assert overview.place_lines(overview.places(RunDir(run)))[-3:-1] == [
+        "tensorboard --logdir 'runs/a b/tensorboard'",
+        "wandb sync --append 'runs/a b/wandb'/offline-run-*",
         "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri 'runs/a b/mlflow'",
-        "comet upload 'runs/a b/comet/1.zip'",
+        "comet upload 'runs/a b/comet'/*.zip",
+        next_,
     ]
+    (run.path / "wandb" / "offline-run-1-x").rename(run.path / "wandb" / "run-1-x")
+    assert overview.places(run)["wandb"] is None

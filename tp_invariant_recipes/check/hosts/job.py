@@ -216,7 +216,7 @@ FITTING: tuple[Rule[RunConfig], ...] = (
 
 def _unknown_nodes(config: RunConfig) -> Iterator[Problem]:
     if run_config.ranks_per_node(config) is None:
-        clusters = "cluster=h100 (or h200, b300, gb300, gh200), --cluster-file FILE, or cluster.ranks_per_node=N"
+        clusters = "cluster=h100 (or h200, b300, gb300, gh200), cluster=FILE.yaml, or cluster.ranks_per_node=N"
         yield Problem("", f"cluster={config.cluster.name} does not say how many ranks a node takes: {clusters}")
 
 

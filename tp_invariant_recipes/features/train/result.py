@@ -18,6 +18,7 @@ from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import checkpoints, overview
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import estimate
@@ -119,7 +120,6 @@ class TrainResult(Result):
     checkpoint: Path | None
     not_finite: tuple[int, ...]
     diverged: int | None
-    places: dict[str, Any]
     interrupted: bool = False
 
     @classmethod
@@ -139,7 +139,6 @@ class TrainResult(Result):
             checkpoint=saved[-1].path if saved else None,
             not_finite=tuple(step.step for step in steps if not all(map(_finite, (step.loss, step.grad_norm)))),
             diverged=next((step.step for step in steps if step.diverged), None),
-            places=overview.places(run_dir),
             interrupted=interrupted,
         )
 
@@ -166,7 +165,7 @@ class TrainResult(Result):
             )
         if self.outcome is Outcome.STOPPED:
             yield f"continue with: {shlex.join(['tpi', 'train', '--resume', str(self.run)])}"
-        yield from overview.place_lines(self.places)
+        yield from overview.place_lines(RunDir(self.run))
 
     @override
     def as_json(self) -> dict[str, Any]:
@@ -180,5 +179,5 @@ class TrainResult(Result):
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "not_finite": self.not_finite,
             "diverged": self.diverged,
-            **self.places,
+            **overview.places(RunDir(self.run)),
         }
