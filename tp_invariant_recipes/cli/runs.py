@@ -70,24 +70,22 @@ def jobs(
 def logs(
     name: Job,
     following: Annotated[bool, flag("Follow the output until the job ends.", "-f", "--follow")] = False,
-    rank: Annotated[int | None, option("N", "Print this rank's log instead of the job's output.", min=0)] = None,
 ) -> None:
     """Print a job's output: steps, losses, and reasons of failures.
 
     For a verify, tpi prints the output of all its jobs; `tpi jobs` lists their ids. With -f it waits for a pending job,
     stays when SLURM requeues the job, and ends with the job and with the exit status of `tpi wait`. Ctrl-C stops
-    following; the job continues.
+    following; the job continues. Ranks have logs of their own: RUN/logs/rank-N.log.
 
     \b
     tpi logs -f 12
-    tpi logs 12 --rank 3
     tpi logs 13_1
     """
     from tp_invariant_recipes.jobs import states
     from tp_invariant_recipes.jobs.registry import find
 
     (submission,) = find([name])
-    sources = states.sources(submission, rank)
+    sources = states.sources(submission)
     if not following:
         states.show(submission, sources, sys.stdout.buffer)
         return

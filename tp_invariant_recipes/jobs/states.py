@@ -349,18 +349,9 @@ class Tails:
         return bool(whole)
 
 
-def sources(submission: Submission, rank: int | None = None) -> list[LogSource]:
-    """Return the files to show of a submission: its jobs' output or, with `rank`, that rank's log.
-
-    RunError: several runs have this rank.
-    """
-    if rank is None:
-        return [LogSource(part.name, part.log) for part in submission.parts]
-    trained = [part for part in submission.parts if part.role != JUDGE]
-    if len(trained) > 1:
-        cells = ", ".join(f"{part.id} ({part.run.path.name})" for part in trained)
-        raise RunError(f"--rank {rank} of which run? name its job: {cells}")
-    return [LogSource(part.name, part.run.rank_log(rank)) for part in trained]
+def sources(submission: Submission) -> list[LogSource]:
+    """Return the output of a submission's jobs."""
+    return [LogSource(part.name, part.log) for part in submission.parts]
 
 
 def show(submission: Submission, shown: Sequence[LogSource], out: BinaryIO) -> None:
@@ -369,10 +360,8 @@ def show(submission: Submission, shown: Sequence[LogSource], out: BinaryIO) -> N
         Tails(shown, out)(last=True)
         return
     known, unavailable = overview([submission])
-    ranks = sorted({log.name for part in submission.parts for log in part.run.logs.glob("rank-*.log")})
     missing = f"{shown[0].file} is not there" if len(shown) == 1 else f"no log of {submission.directory.name} is there"
     lines = [f"{missing} yet; -f waits for it"]
-    lines += ["logs of ranks that are there: " + ", ".join(ranks)] if ranks else []
     lines += [f"{s.part.id}: {s.text}" + (f": {s.note}" if s.note else "") for s in known]
     raise RunError("\n".join([*lines, *([unavailable] if unavailable else [])]))
 

@@ -12,15 +12,13 @@ def test_logs_are_what_the_job_printed(cli, slurm, submitted):
     made = submitted()
     slurm.scene(row("12", "RUNNING"))
     now(made.put(made.directory / "logs" / "job-12.log", "step 1/20  loss [4]\n\\x1b no line end"))
-    now(made.put(made.directory / "logs" / "rank-1.log", "of a rank\n"))
     assert cli("logs", "12").out == "step 1/20  loss [4]\n\\x1b no line end"
-    assert cli("logs", "12", "--rank", "1").out == "of a rank\n"
     assert slurm.calls("squeue") == []
-    ended = cli("logs", "12", "--rank", "7")
+    (made.directory / "logs" / "job-12.log").unlink()
+    ended = cli("logs", "12")
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.splitlines() == [
-        f"error: {made.directory}/logs/rank-7.log is not there yet; -f waits for it",
-        "logs of ranks that are there: rank-1.log",
+        f"error: {made.directory}/logs/job-12.log is not there yet; -f waits for it",
         "12: running",
     ]
 
@@ -29,22 +27,17 @@ def test_logs_of_a_verify_are_those_of_its_cells_and_the_judge(cli, slurm, submi
     made = submitted("v", cells=("tp1", "tp2"))
     for job, text in {"12_0": "one\n", "12_1": "two\n", "13": "identical\n"}.items():
         now(made.put(made.directory / "logs" / f"job-{job}.log", text))
-    now(made.put(made.directory / "tp2" / "logs" / "rank-0.log", "of a rank\n"))
     assert cli("logs", "v").out == "==> v/tp1 <==\none\n\n==> v/tp2 <==\ntwo\n\n==> v <==\nidentical\n"
     assert cli("logs", "12_1").out == "two\n"
-    assert cli("logs", "12_1", "--rank", "0").out == "of a rank\n"
     for log in (made.directory / "logs").iterdir():
         log.unlink()
     slurm.scene(row("12_0", "PENDING"), row("12_1", "PENDING"), row("13", "PENDING", "Dependency"))
     assert cli("logs", "v").err.splitlines() == [
         "error: no log of v is there yet; -f waits for it",
-        "logs of ranks that are there: rank-0.log",
         "12_0: pending",
         "12_1: pending",
         "13: pending (Dependency)",
     ]
-    wrong = cli("logs", "v", "--rank", "0").err
-    assert wrong == "error: --rank 0 of which run? name its job: 12_0 (tp1), 12_1 (tp2)\n"
 
 
 def test_following_goes_on_over_a_requeue_and_ends_with_the_job(cli, slurm, submitted):

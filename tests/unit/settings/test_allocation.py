@@ -1,7 +1,7 @@
 """How many nodes a run takes, and why a job of it is not submitted."""
 
 import copy
-import sys
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -95,7 +95,7 @@ MISFITS = {
 }  # fmt: skip
 # And these are of the machine that submits, and of what sbatch is asked.
 SUBMITTING = {
-    "other_processors": ({"cluster__architecture": 'aarch64', "cluster__python": sys.executable},),
+    "other_processors": ({"cluster__architecture": {"x86_64": "aarch64", "aarch64": "x86_64"}[platform.machine()]},),
     "unknown_nodes": ({"cluster__gpus_per_node": None},),
     "other_device": (
         {"device": 'cpu', "cluster__name": 'h100'}, {"cluster__gpus_per_node": 0, "cluster__ranks_per_node": 8},
