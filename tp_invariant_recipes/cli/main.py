@@ -20,12 +20,20 @@ from tp_invariant_recipes.settings.secrets import redacted
 from tp_invariant_recipes.start import cache, needed
 from tp_invariant_recipes.text import single_line, visible
 
+SUMMARY = "Train Megatron-Bridge models, record every step's exact bits, and prove that runs computed the same bits."
+# What `tpi` alone prints.
+FIRST_COMMANDS = f"""{SUMMARY}
+
+  tpi verify qwen3_toy tp=1,2 iters=10   train in two layouts and compare the bits of every step
+  tpi train qwen3_toy tp=2               train a model and record the exact bits of every step
+  tpi compare RUN_A RUN_B                find the first difference of two runs
+
+`tpi --help` lists all commands, and `tpi COMMAND --help` explains one."""
 app = typer.Typer(
     name="tpi",
-    help="Train Megatron-Bridge models, record every step's exact bits, and prove that runs computed the same bits.",
+    help=SUMMARY,
     epilog="Exit status: 0 done or identical, 1 different, 2 a mistake; the message names the key to change; "
     "130 Ctrl-C. A closed pipe changes none of these.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -44,11 +52,14 @@ app.add_typer(data.data_app, name="data")
 
 @app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
 ) -> None:
     if version:
         terminal.print_text(f"tpi {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        terminal.print_text(FIRST_COMMANDS)
 
 
 def main() -> None:

@@ -29,6 +29,12 @@ def failing(cli, monkeypatch):
     return run
 
 
+def test_tpi_alone_shows_three_commands(cli):
+    lines = cli().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("  tpi ")] == ["verify", "train", "compare"]
+    assert not any("Usage" in line for line in lines)
+
+
 def test_version(cli):
     ended = cli("--version")
     assert (ended.status, ended.out) == (0, f"tpi {__version__}\n")
