@@ -11,7 +11,6 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.config import graph_choice
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import RESERVED, Override, check_reserved, given, parse, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, refuse
@@ -21,12 +20,12 @@ from tp_invariant_recipes.launch.local import Outcome, Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.numerics.mode import MODES as INVARIANT_MODES
-from tp_invariant_recipes.numerics.mode import STOCK
+from tp_invariant_recipes.numerics.mode import MEGATRONS, NAMES
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.text import counted
 
 _SUFFIXES = {
@@ -36,14 +35,32 @@ _SUFFIXES = {
     "+digests+guard": ("ledger.digests=1", "guard=products"),
 }
 # Mode -> its overrides.
-MODES = {
-    f"{mode}{suffix}": (f"numerics={mode}", *added)
-    for mode in (STOCK, *INVARIANT_MODES)
-    for suffix, added in _SUFFIXES.items()
-}
+MODES = {f"{mode}{suffix}": (f"numerics={mode}", *added) for mode in NAMES for suffix, added in _SUFFIXES.items()}
 # Overrides that a mode has no use for begin so.
 _SHARDS = ("virtual_shards", "data_shards", "context_shards", "expert_groups", "grad_norm", "clip_rounding")
-IDLE = {STOCK: ("device.peer_memory", *(f"numerics.{name}" for name in _SHARDS))}
+_OF_INVARIANT = ("device.peer_memory", *(f"numerics.{name}" for name in _SHARDS))
+IDLE = dict.fromkeys(NAMES, ("comm_overlap.",)) | dict.fromkeys(MEGATRONS, _OF_INVARIANT)
+# What a mode may have on -> the fields that say so; a field of another value than true is named with it.
+_FUSED = (
+    *("cross_entropy_loss", "gradient_accumulation", "masked_softmax", "bias_activation", "bias_dropout"),
+    *("apply_rope", "moe_permute", "moe_router"),
+)
+ON = {
+    "graphs": ("model.cuda_graph_impl",),
+    "fused": tuple(f"model.{name}_fusion" for name in _FUSED),
+    "overlapped": (
+        *("ddp.overlap_grad_reduce", "ddp.overlap_param_gather", "comm_overlap.tp_comm_overlap"),
+        *(
+            "model.overlap_p2p_comm",
+            "comm_overlap.overlap_moe_expert_parallel_comm",
+            "comm_overlap.delay_wgrad_compute",
+        ),
+    ),
+    "dispatcher": ("model.moe_token_dispatcher_type", "model.moe_flex_dispatcher_backend"),
+}
+# Of a GPU -> its TFLOPS in dense bf16 GEMMs, as NVIDIA states them (SXM).
+PEAKS = {"H100": 989.4, "H200": 989.4, "GH200": 989.4, "B200": 2250.0, "B300": 2250.0}
+UNSTEADY = 1.05  # a timed step that is so many times the median of the later ones, and is before them, is warm-up
 
 
 @dataclass(frozen=True)
@@ -79,7 +96,10 @@ class ModeFigures:
     """What a mode took.
 
     step_ms:     of the timed steps of all rounds, in milliseconds. rounds: the medians of the rounds.
+    steps:       that count, of all rounds: the first ones do not while they are slower (UNSTEADY).
     tflops:      per rank, by Megatron's count of a step's operations; None: there is none.
+    peak:        the share of the GPU's dense bf16 TFLOPS; None: they are not known.
+    on:          graphs, fusions, overlaps and dispatcher of its configuration.
     allocated_gib, reserved_gib: the most memory on the last rank's GPU; None: on a CPU. Graphs' own is reserved alone.
     time_ratio:  to the first mode, round by round; None: this is the first. memory_ratio: likewise, of the reserved.
     """
@@ -87,12 +107,15 @@ class ModeFigures:
     mode: str
     step_ms: Spread
     rounds: tuple[float, ...]
+    steps: int
     tokens_per_second: float
     tflops: float | None
+    peak: float | None
     allocated_gib: float | None
     reserved_gib: float | None
     time_ratio: Spread | None
     memory_ratio: float | None
+    on: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -105,10 +128,11 @@ class BenchResult(Result):
     device: str
     names: tuple[str, ...]
     ranks: int
+    micro_batches: int
     warmup: int
     steps: int
     modes: tuple[ModeFigures, ...]
-    schema: int = 2
+    schema: int = 3
 
     @property
     @override
@@ -124,18 +148,25 @@ class BenchResult(Result):
         ranks = f"{counted(self.ranks, f'{self.device} rank')} ({', '.join(self.names)})"
         rounds = f"{counted(len(self.modes[0].rounds), 'round')} of {counted(self.steps, 'step')} after {self.warmup}"
         yield f"{' '.join([self.model, *self.overrides])} on {ranks}: {rounds}"
-        titles = ("ms/step", "min–max", "tokens/s", "TFLOPS", "GiB", "reserved", "× time", "min–max", "× memory")
+        yield f"micro-batches a step: {self.micro_batches}"
+        titles = ("ms/step", "min–max", "tokens/s", "TFLOPS", "% peak", "GiB", "reserved", "× time", "× memory")
         columns = (Column(title, justify="right", no_wrap=True) for title in titles)
         table = Table(Column("mode", no_wrap=True), *columns, box=box.SIMPLE_HEAD, collapse_padding=True)
         for mode in self.modes:
             step, ratio = mode.step_ms, mode.time_ratio
             measured = [f"{step.median:.1f}", f"{step.min:.1f}–{step.max:.1f}", f"{mode.tokens_per_second:,.0f}"]
-            sizes = [f"{size:.3g}" if size else "" for size in (mode.tflops, mode.allocated_gib, mode.reserved_gib)]
-            times = [f"{ratio.median:.3f}", f"{ratio.min:.3f}–{ratio.max:.3f}"] if ratio else ["1", ""]
+            share = 100 * mode.peak if mode.peak else None
+            sizes = (mode.tflops, share, mode.allocated_gib, mode.reserved_gib)
+            times = f"{ratio.median:.3f} ({ratio.min:.3f}–{ratio.max:.3f})" if ratio else "1"
             more = f"{mode.memory_ratio:.3f}" if mode.memory_ratio else ""
-            table.add_row(Text(mode.mode), *measured, *sizes, *times, more)
+            table.add_row(Text(mode.mode), *measured, *(f"{size:.3g}" if size else "" for size in sizes), times, more)
         yield table
         yield f"×: times {self.modes[0].mode}, the median of the rounds' ratios"
+        for mode in self.modes:
+            on = "; ".join(f"{what} {', '.join(names)}" for what, names in mode.on.items())
+            yield f"{mode.mode}: {on or 'no graphs, fusions or overlaps'}"
+            if mode.steps < self.steps * len(mode.rounds):
+                yield f"{mode.mode}: {counted(mode.steps, 'step')} of {self.steps * len(mode.rounds)} were steady"
 
 
 def new(
@@ -170,7 +201,7 @@ def new(
 def _composed(
     model: str, overrides: Sequence[Override], modes: Sequence[str], problems: list[str]
 ) -> dict[str, Composed]:
-    """Compose each mode. Where one can capture no CUDA graphs, none does. ConfigError: `problems`, and those of all."""
+    """Compose each mode as its users run it, with CUDA graphs where it has them. ConfigError: problems of all."""
     device, composed = plan.detect_device(), {}
     for mode in modes:
         idle = IDLE.get(mode.partition("+")[0], ()) + (() if "+guard" in mode else ("guard.",))
@@ -181,10 +212,6 @@ def _composed(
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in (*problems, OR_STOCK))
     refuse(problems)
-    graphs = {str(run.graphs).partition(":")[0] for run in composed.values() if run.graphs is not None}
-    if graph_choice.OFF in graphs and len(graphs) > 1:
-        others = [word for word in overrides if word.path != graph_choice.GROUP]
-        return _composed(model, [*others, parse(f"{graph_choice.GROUP}={graph_choice.OFF}")], modes, [])
     return composed
 
 
@@ -219,6 +246,8 @@ def result(bench: Bench) -> BenchResult:
         device=first.device,
         names=tuple(sorted(names)),
         ranks=first.layout.world,
+        micro_batches=first.config.train["global_batch_size"]
+        // (first.layout.dp * first.config.train["micro_batch_size"]),
         warmup=first.steps - bench.timed,
         steps=bench.timed,
         modes=tuple(modes),
@@ -227,20 +256,45 @@ def result(bench: Bench) -> BenchResult:
 
 def _figures(mode: str, bench: Bench, runs: Sequence[Sequence[ProgressLine]], first: ModeFigures | None) -> ModeFigures:
     """Return a mode's figures. runs: the steps of each round. first: of the first mode, for ratios within a round."""
-    step_ms = [[1000 * line.seconds for line in run[-bench.timed :]] for run in runs]
+    planned = bench.plans[mode]
+    step_ms = [steady([1000 * line.seconds for line in run[-bench.timed :]]) for run in runs]
     spread, rounds = Spread.of([ms for run in step_ms for ms in run]), tuple(median(run) for run in step_ms)
     memory = [max(getattr(run[-1], name) for run in runs) / 2**30 for name in ("peak_memory", "peak_reserved")]
     allocated, reserved_gib = (most or None for most in memory)
     # A line counts the operations of the steps before it.
     operations = runs[0][-1].flops - runs[0][-2].flops if len(runs[0]) > 1 else 0.0
+    tflops = operations / spread.median / 1e9 / planned.layout.world if operations else None
+    names = [gpu.name for gpu in gpus.visible()] if planned.device == "gpu" else []
+    peak = next((most for card, most in PEAKS.items() if names and card in names[0]), None)
     return ModeFigures(
         mode=mode,
         step_ms=spread,
         rounds=rounds,
+        steps=sum(map(len, step_ms)),
         tokens_per_second=1000 * runs[0][-1].tokens / spread.median,
-        tflops=operations / spread.median / 1e9 / bench.turns[0][2].layout.world if operations else None,
+        tflops=tflops,
+        peak=tflops / peak if tflops and peak else None,
         allocated_gib=allocated,
         reserved_gib=reserved_gib,
         time_ratio=Spread.of([own / other for other, own in zip(first.rounds, rounds, strict=True)]) if first else None,
         memory_ratio=reserved_gib / first.reserved_gib if first and reserved_gib and first.reserved_gib else None,
+        on=switched_on(planned.config),
     )
+
+
+def steady(step_ms: Sequence[float]) -> Sequence[float]:
+    """Return the steps from the first on that is no slower than the later ones; half of them, at least."""
+    begins = (n for n in range(len(step_ms) // 2) if step_ms[n] <= UNSTEADY * median(step_ms[n + 1 :]))
+    return step_ms[next(begins, len(step_ms) // 2) :]
+
+
+def switched_on(config: RunConfig) -> dict[str, list[str]]:
+    """Return what makes a configuration fast: "fused" -> ["apply_rope_fusion"]."""
+    on: dict[str, list[str]] = {}
+    for what, paths in ON.items():
+        values = {
+            path.rpartition(".")[2]: config.at(path) for path in paths if config.at(path) not in (None, False, "none")
+        }
+        if values:
+            on[what] = [name if value is True else str(value) for name, value in values.items()]
+    return on

@@ -18,7 +18,7 @@ TRAIN = (
     (["--resume", "nowhere"], ["nowhere is not a run directory: run.json: No such file"]),
 )  # fmt: skip
 BENCH = (
-    (["qwen3_toy", "--modes", "stock,tre"], ["--modes stock,tre: name modes once each, of stock, tree, "]),
+    (["qwen3_toy", "--modes", "stock,tre"], ["--modes stock,tre: name modes once each, of stock, deterministic"]),
     (["qwen3_toy", "--modes", "stock,tree,stock"], ["--modes stock,tree,stock: name modes once each"]),
     (["qwen3_toy", "--modes", "tree,tree+digest"], ["--modes tree,tree+digest: name", "each with +digests, +guard"]),
     (["qwen3_toy", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),

@@ -119,10 +119,10 @@ def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
     (
         ("qwen3_0p6b", ("stock", "tree"), ("full", "full")),
         ("qwen3_moe_toy dp=2 ep=2 gbs=2", ("stock", "tree"), ("te", "full")),
-        ("qwen3_moe_toy", ("stock", "tree", "portable"), ("off", "off", "off")),
+        ("qwen3_moe_toy", ("stock", "tree", "portable"), ("te", "full", "off")),
     ),
 )
-def test_each_mode_of_a_benchmark_has_its_own_or_none_has_any(monkeypatch, words, modes, chosen):
+def test_each_mode_of_a_benchmark_has_its_own_graphs(monkeypatch, words, modes, chosen):
     model, *overrides = words.split()
     monkeypatch.setattr(bench.plan, "detect_device", lambda: "gpu")
     composed = bench._composed(model, parse_all(overrides), modes, [])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.features import bench
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
@@ -54,5 +55,34 @@ def test_figures_are_those_of_the_timed_steps():
     assert (stock.time_ratio, stock.memory_ratio) == (None, None)
     assert (tree.tokens_per_second, tree.tflops) == (8, 1)
     assert (tree.allocated_gib, tree.reserved_gib) == (4, 5)
-    assert "1.500 1.000–2.000" in found.text()
+    assert "1.500 (1.000–2.000)" in found.text()
+    assert (stock.steps, stock.peak, stock.on) == (6, None, {})
     assert found.as_json()["modes"][1]["time_ratio"] == {"median": 1.5, "min": 1, "max": 2}
+
+
+@pytest.mark.parametrize(
+    "step_ms, counted",
+    (
+        ((9, 9, 4, 4, 4, 4), (4, 4, 4, 4)),  # a capture, and what it leaves
+        ((4, 4, 4, 9, 4, 4), (4, 4, 4, 9, 4, 4)),  # a later outlier counts
+        ((9, 8, 7, 6, 5, 4), (6, 5, 4)),  # never steady: half of them
+        ((4,), (4,)),
+    ),
+)
+def test_slow_steps_at_the_beginning_are_warm_up(step_ms, counted):
+    assert tuple(bench.steady(step_ms)) == counted
+
+
+def test_each_mode_runs_as_its_users_run_it(monkeypatch):
+    monkeypatch.setattr(bench.plan, "detect_device", lambda: "gpu")
+    words = parse_all(["dp=2", "tp=2", "gbs=2", "comm_overlap.tp_comm_overlap=true"])
+    runs = bench._composed("qwen3_toy", words, ("stock", "deterministic", "tree"), [])
+    on = {mode: bench.switched_on(run.config) for mode, run in runs.items()}
+    both = {"overlap_grad_reduce", "overlap_param_gather"}
+    fused = {"cross_entropy_loss_fusion", "gradient_accumulation_fusion"}
+    assert {*on["stock"]["overlapped"]} == {"tp_comm_overlap", *both}
+    assert fused <= {*on["stock"]["fused"]}
+    assert on["deterministic"]["overlapped"] == ["tp_comm_overlap"]
+    assert "overlapped" not in on["tree"]
+    assert not fused & {*on["deterministic"]["fused"], *on["tree"]["fused"]}
+    assert [mode["graphs"] for mode in on.values()] == [["full_iteration"]] * 3
