@@ -26,17 +26,15 @@ from tests.unit.kernels.products import test_mxfp8
 from tests.unit.numerics.sums import test_grad_norm
 from tests.unit.portable import test_cached_attention, test_draw
 from tp_invariant_recipes.kernels import (
+    activations,
     causal_conv,
     cross_entropy,
     digest,
     grad_norm,
     group_norm,
     rms_norm,
-    row_add,
-    row_sum,
-    token_sum,
+    row_sums,
     tree_add,
-    weighted_activation,
 )
 from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.kernels.products import fp8_tiles, mxfp8, quantize
@@ -56,7 +54,7 @@ from tp_invariant_recipes.portable.ieee import draw as ieee_draw
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
-from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+from tp_invariant_recipes.portable.ieee import storage as ieee_samples
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 from tp_invariant_recipes.portable.shared_source import fill
 
@@ -79,12 +77,12 @@ def _tree_add(large: bool) -> Calls:
 
 def _row_sum(large: bool) -> Calls:
     for dtype, features in product((FP32, BF16), (2048,)) if large else ((FP32, 40), (FP32, 1500)):
-        yield row_sum.row_sum, normal(99, features, dtype=dtype), torch.arange(-1, 99).repeat(3)[:297].view(-1, 3)
+        yield row_sums.row_sum, normal(99, features, dtype=dtype), torch.arange(-1, 99).repeat(3)[:297].view(-1, 3)
 
 
 def added(rows: Tensor, at: Tensor, out: Tensor, at_once: bool) -> Tensor:
     """A new sum of rows."""
-    row_add.add_rows(rows, at, out := out.clone(), at_once)
+    row_sums.add_rows(rows, at, out := out.clone(), at_once)
     return out
 
 
@@ -480,7 +478,7 @@ def _entropy(rank: int, shards: int, logits: Tensor, index: Tensor, highest: Ten
 
 
 def _token_sum(single: bool) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda rank, shards, values: (token_sum.token_sum(values, 1 if single else shards),)
+    return lambda rank, shards, values: (row_sums.token_sum(values, 1 if single else shards),)
 
 
 def _conv(step: int) -> Callable[..., tuple[Tensor, ...]]:
@@ -498,16 +496,16 @@ def _group_norm(rank: int, shards: int, x: Tensor, dy: Tensor, weight: Tensor) -
 
 def _activation(kind: Any) -> Callable[..., tuple[Tensor, ...]]:
     def activation(rank: int, shards: int, x: Tensor, p: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        y = weighted_activation.weighted_activation(x, p, kind)
-        return y, *weighted_activation.weighted_activation_backward(dy, x, p, kind)
+        y = activations.weighted_activation(x, p, kind)
+        return y, *activations.weighted_activation_backward(dy, x, p, kind)
 
     return activation
 
 
 ACTIVATIONS = (
     *("swiglu", "squared_relu"),
-    weighted_activation.Clamped(1.702, 0.7, 1.0),
-    weighted_activation.Clamped(1.0, float("inf"), 0.5),
+    activations.Clamped(1.702, 0.7, 1.0),
+    activations.Clamped(1.0, float("inf"), 0.5),
 )
 
 

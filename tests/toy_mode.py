@@ -3,7 +3,7 @@
 import torch
 
 from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, Plain, Products
-from tp_invariant_recipes.numerics.modes.tree import Tree
+from tp_invariant_recipes.numerics.tree_modes import Tree
 
 
 def product(a, b, out, **shards):

@@ -56,8 +56,7 @@ def install(numerics: NumericsSettings) -> None:
     import torch
     from megatron.core.transformer import TransformerConfig
 
-    from tp_invariant_recipes.numerics.megatron import replacements
-    from tp_invariant_recipes.numerics.megatron.te import modules as te_modules
+    from tp_invariant_recipes.numerics.megatron import replacements, te_modules
 
     shards = numerics.virtual_shards
     assert shards is not None, "the switch has a V"

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from tests.definitions.tensor_core_sum import NO_EXPONENT, fma
 from tp_invariant_recipes.kernels.products.fp8_tiles import KEPT_BITS, LEAST, PROMOTED, STEP, kind
 from tp_invariant_recipes.kernels.products.quantize import Quantized
-from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
+from tp_invariant_recipes.kernels.products.restarting_product import NAN
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]

@@ -1,9 +1,9 @@
-"""The sum that kernels/products/tensor_core_sum.py defines, in numpy: a term at a time, as its text says it."""
+"""The sum that kernels/products/restarting_product.py defines, in numpy: a term at a time, as its text says it."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT_BITS, LEAST_TOP, NAN, STEP
+from tp_invariant_recipes.kernels.products.restarting_product import KEPT_BITS, LEAST_TOP, NAN, STEP
 
 INFINITY = 0x7F800000
 NO_EXPONENT = -(2**20)  # below every exponent: of a zero

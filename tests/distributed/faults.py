@@ -111,7 +111,7 @@ def without(*targets: str) -> Callable[[], None]:
 
 def product_per_rank() -> None:
     """Let a weight gradient of gathered matrices be one product, not one for each chunk of tokens."""
-    from tp_invariant_recipes.numerics.layers.linear import linear
+    from tp_invariant_recipes.numerics.layers import linear
 
     def whole_product(grad, rows, mesh):
         node = linear._subtree((grad,), (rows,), 0, 1)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tp_invariant_recipes.settings.tables import field_table
+from tp_invariant_recipes.settings import field_table
 from tp_invariant_recipes.start import bridge as host_bridge
 
 BRIDGE = "megatron.bridge"

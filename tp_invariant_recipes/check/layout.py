@@ -160,7 +160,7 @@ def _context(config: RunConfig, layout: Layout) -> Problem | None:
     recurrent = [name for name in ("hybrid_layer_pattern", "linear_attention_freq") if config.model.get(name)]
     latent = ["multi_latent_attention"] if config.shape.latent else []
     if not (others := recurrent + latent):
-        return None  # cpu_host/stand_ins/context_attention.py
+        return None  # cpu_host/stand_ins/layers.py
     text = f"on a CPU stock context parallelism covers plain attention alone, not model.{others[0]}"
     return Problem(f"cp={layout.cp}", text, "device=gpu or numerics=tree")
 

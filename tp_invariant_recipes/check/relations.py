@@ -9,9 +9,9 @@ from tp_invariant_recipes.check.rule import Rule, value_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import finetuning, low_precision
+from tp_invariant_recipes.settings.field_table import SERVICES
 from tp_invariant_recipes.settings.low_precision import MULTIPLE
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.settings.values import value_text
 
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.

@@ -22,9 +22,8 @@ from tp_invariant_recipes.cli.arguments import (
 )
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.machine import terminal
-from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings import conf_files, field_table
 from tp_invariant_recipes.settings.keys import nearest
-from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.text import single_line
 
 if TYPE_CHECKING:

@@ -1,14 +1,14 @@
 """Which bits two runs were promised to share, on different machines and with different definitions of a product.
 
 On different machines: equal ones under numerics=portable, else none. On one machine numerics=tree promises equal bits
-for one definition of a product; versions of tpi have others on GPUs (numerics/modes/tree.py).
+for one definition of a product; versions of tpi have others on GPUs (numerics/tree_modes.py).
 """
 
 from collections.abc import Sequence
 
 from tp_invariant_recipes.compare.explanation import LABELS
 from tp_invariant_recipes.ledger.digests import in_order
-from tp_invariant_recipes.ledger.layouts import Span, spans, spans_in_words
+from tp_invariant_recipes.ledger.run_files import Span, spans, spans_in_words
 from tp_invariant_recipes.ledger.schema import CAPABILITY, COPIES, Header, StepRecord
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.text import few

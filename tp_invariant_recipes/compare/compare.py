@@ -12,8 +12,8 @@ from tp_invariant_recipes.compare.step_order import INITIAL, MODEL, ValueDiffere
 from tp_invariant_recipes.compare.tally import Coverage, ParameterDifference, Tally, TraceCoverage
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
-from tp_invariant_recipes.ledger.layouts import changes
 from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
+from tp_invariant_recipes.ledger.run_files import changes
 from tp_invariant_recipes.ledger.schema import (
     CAPABILITY,
     DIGESTED,

@@ -10,8 +10,8 @@ from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, parameter_of
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
-from tp_invariant_recipes.ledger.layouts import changes, spans_in_words
 from tp_invariant_recipes.ledger.reader import same_file
+from tp_invariant_recipes.ledger.run_files import changes, spans_in_words
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
 from tp_invariant_recipes.numerics.mode import MEGATRONS, STOCK
 from tp_invariant_recipes.text import counted, few

@@ -28,11 +28,10 @@ from tp_invariant_recipes.config.overrides import (
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Problem, lines, listed, refuse
 from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import conf_files, finetuning, schema
+from tp_invariant_recipes.settings import conf_files, field_table, finetuning, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS, nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS
-from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sources import recipe_layer, recipe_process, recipe_source

@@ -29,7 +29,7 @@ def bridge_overrides(config: RunConfig) -> list[str]:
 
 
 def table() -> str:
-    """Return the file of settings/tables/field_table.py: a row for each model of `conf/model/`, in JSON."""
+    """Return the file of settings/field_table.py: a row for each model of `conf/model/`, in JSON."""
     own = [name for name in conf_files.groups()["model"] if not conf_files.users_file("model", name)]
     return f"[\n{',\n'.join(json.dumps(model(name)) for name in own)}\n]\n"
 

@@ -13,10 +13,9 @@ from tp_invariant_recipes.check import typed as typed_rules
 from tp_invariant_recipes.config import adjusted, hydra_tree
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, Problem, lines
-from tp_invariant_recipes.settings import conf_files, schema
+from tp_invariant_recipes.settings import conf_files, field_table, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS, did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS
-from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sources import recipe_source
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tp_invariant_recipes.cpu_host.stand_ins import context_attention, delta_net, mamba, torch_adam, torch_norm
+from tp_invariant_recipes.cpu_host.stand_ins import layers, mamba
 from tp_invariant_recipes.machine.versions import installed as installed_version
 from tp_invariant_recipes.replacement import Replacement, applied, instead
 from tp_invariant_recipes.start import bridge
@@ -172,28 +172,28 @@ MEGATRON = (
         _always(_fill_storage),
         "Megatron saves a copy by a C++ extension, which a CPU would compile for a minute in the first backward pass",
     ),
-    *torch_norm.REPLACEMENTS,
+    *layers.NORM,
     Replacement("megatron.core.transformer.transformer_block:LayerNormImpl", _from(_LOCAL_NORM),
         "the final norm is otherwise Apex's or Transformer Engine's"),
     Replacement("megatron.core.models.hybrid.hybrid_block:TENorm", _from(_LOCAL_NORM),
         "the final norm is otherwise Transformer Engine's"),
     instead("megatron.core.transformer.moe.moe_layer:TELinear",
-        "cpu_host.stand_ins.duplicated_linear:DuplicatedLinear",
+        "cpu_host.stand_ins.layers:DuplicatedLinear",
         "projections between hidden size and experts' latents are otherwise Transformer Engine's"),
     Replacement("megatron.core.transformer.moe.moe_layer:HAVE_TE", _always(True), "so are they where they are local"),
     Replacement("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
         lambda original: lambda self, fp8=None: original(self, fp8=None),
         "norms that are computed again ask Transformer Engine whether they are in FP8"),
-    *context_attention.REPLACEMENTS,
+    *layers.CONTEXT_ATTENTION,
     *mamba.REPLACEMENTS,
-    *delta_net.REPLACEMENTS,
+    *layers.DELTA_NET,
     Replacement("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", _instead(_splits_as_numpy),
         "Gloo's all-to-all takes split sizes as numbers, and here they are on the CPU from the start"),
     Replacement("megatron.core.optimizer:Adam", _instead(torch.optim.AdamW), _NO_TE),
     Replacement("megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
         _from("megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.broadcast_params"),
         "ranks own matrices of unlike sizes, and Gloo gathers equal ones only"),
-    *torch_adam.REPLACEMENTS,
+    *layers.ADAM,
     *(
         Replacement(f"megatron.{module}:{name}", _from(f"megatron.core.utils:{twin}"), _NO_TE)
         for module, name, twin in (

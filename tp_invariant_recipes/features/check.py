@@ -169,7 +169,7 @@ def _computed(
     """Output and gradients, as the run of one rank computes them: sequence by sequence, data shard by data shard."""
     import torch
 
-    from tp_invariant_recipes.numerics.layers.linear import linear
+    from tp_invariant_recipes.numerics.layers import linear
     from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
     from tp_invariant_recipes.numerics.sums.tree import tree_sum
 

@@ -94,7 +94,7 @@ PEFT = section(
         _OTHER_RULE),
     row(ANY, "dim", _OTHER_RULE, COUNT),
     row(ANY, "dropout", _OTHER_RULE, SHARE),
-    row(ANY, "share_expert_adapters", "each kind is covered (numerics/megatron/adapters/expert_lora.py)"),
+    row(ANY, "share_expert_adapters", "each kind is covered (numerics/megatron/expert_lora.py)"),
     row(OFF, "normalize_moe_lora", "experts with fewer features than the other layers are not covered"),
     row(OFF, "experts_shared_outer_loras", "adapters with one matrix for all experts and one for each are not covered"),
 )  # fmt: skip

@@ -22,8 +22,8 @@ from tp_invariant_recipes.config.overrides import (
 )
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed, refuse
 from tp_invariant_recipes.features.train.workflow import check as train_check
-from tp_invariant_recipes.features.verify import matrix
 from tp_invariant_recipes.features.verify import workflow as verify
+from tp_invariant_recipes.features.verify.cells import spread
 from tp_invariant_recipes.jobs import registry, script, slurm_client, states
 from tp_invariant_recipes.jobs.script import CellStep, JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.slurm_client import Partition
@@ -180,7 +180,7 @@ def several(
 
 def _array_problems(overrides: Sequence[Override]) -> list[str]:
     """Axes of the matrix that one array of jobs cannot have."""
-    axes, _ = matrix.spread(overrides, [])
+    axes, _ = spread(overrides, [])
     return [
         f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one verify for each, "
         "and compare them with --against"

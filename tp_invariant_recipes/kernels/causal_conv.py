@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.folding_sum import folding_sum, leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.row_sums import folding_sum, leaves_of
 
 TAPS = 4  # Megatron's width of the convolution
 ROWS, CHANNELS = 16, 64

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.launch import Kernel, alignment
+from tp_invariant_recipes.kernels.row_sums import folding_sum
 
 BLOCK = 4096
 NUMBERS_AT_ONCE = 1 << 20  # numbers that the torch functions hold in fp32 at a time, unless one shard has more

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.folding_sum import folding_sum, leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.row_sums import folding_sum, leaves_of
 
 TILE = 4096  # elements of x in one program at a time
 

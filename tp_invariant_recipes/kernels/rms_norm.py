@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.folding_sum import folding_sum, leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel, alignment
+from tp_invariant_recipes.kernels.row_sums import folding_sum, leaves_of
 
 TILE = 4096  # elements of x that a program holds at a time
 # Tiles of dy and x on their way: the 128 programs of two shards would not hide the latency of memory otherwise.

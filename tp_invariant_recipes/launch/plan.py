@@ -22,9 +22,9 @@ from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import environment, finetuning
+from tp_invariant_recipes.settings.field_table import SERVICES
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
-from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.sources import weights
 from tp_invariant_recipes.start.cache import cache_dir
 

@@ -20,7 +20,7 @@ from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.ledger.tail import last_step
+from tp_invariant_recipes.ledger.stream import last_step
 from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs import attempts, checkpoints, guard_files

@@ -21,8 +21,7 @@ from tp_invariant_recipes.reading import read_limited
 from tp_invariant_recipes.runs import seal
 from tp_invariant_recipes.runs.matrix_dir import Matrix
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import schema
-from tp_invariant_recipes.settings.tables import field_table
+from tp_invariant_recipes.settings import field_table, schema
 from tp_invariant_recipes.sources import recipe_source
 
 # Settings whose value runs: a command, its options, variables of a process, or files that it imports.

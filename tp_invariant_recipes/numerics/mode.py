@@ -1,7 +1,7 @@
 """Which arithmetic a run computes with: one value a mode. Whatever depends on the mode asks this value.
 
-A mode is a file with a value `MODE` and a row of MODES; `conf/numerics/NAME.yaml` makes it an option of `numerics=`.
-Its class derives from `Mode`, most from `Tree` of numerics/modes/tree.py. The values import neither torch nor Megatron
+A mode is a value of its module and a row of MODES; `conf/numerics/NAME.yaml` makes it an option of `numerics=`.
+Its class derives from `Mode`, most from `Tree` of numerics/tree_modes.py. The values import neither torch nor Megatron
 before a method is called, since the check of a configuration reads them.
 `numerics=stock`, Bridge's own numerics, and `numerics=deterministic`, the same in Megatron's deterministic mode, are no
 modes: `find` gives None.
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers.formats.plain import Plain
     from tp_invariant_recipes.numerics.layers.norm import NormKernels
 
-# Name -> the module with the mode's value.
+# Name -> MODULE:NAME of the mode's value.
 MODES = {
-    "tree": "tp_invariant_recipes.numerics.modes.tree",
-    "gather": "tp_invariant_recipes.numerics.modes.gather",
-    "portable": "tp_invariant_recipes.portable.mode",
+    "tree": "tp_invariant_recipes.numerics.tree_modes:TREE",
+    "gather": "tp_invariant_recipes.numerics.tree_modes:GATHER",
+    "portable": "tp_invariant_recipes.portable.mode:MODE",
 }
 STOCK, DETERMINISTIC, DEFAULT = "stock", "deterministic", "tree"
 MEGATRONS = STOCK, DETERMINISTIC  # Megatron's own sums: another layout adds in another order
@@ -104,7 +104,7 @@ class Mode(ABC):
 @cache
 def find(name: str) -> Mode | None:
     """Get the mode of a name; None for Megatron's own numerics, and for one that only another version has."""
-    return pkgutil.resolve_name(f"{MODES[name]}:MODE") if name in MODES else None
+    return pkgutil.resolve_name(MODES[name]) if name in MODES else None
 
 
 def definition(name: str, device: str) -> str | None:

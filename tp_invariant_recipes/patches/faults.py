@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.patches import bridge, core_gradients
+from tp_invariant_recipes.patches import bridge, core
 from tp_invariant_recipes.patches.patch import Form, Patch
 
 if TYPE_CHECKING:
@@ -148,17 +148,17 @@ def splits_muon_in_blocks(config: RunConfig) -> bool:
 
 FAULTS = (
     Fault("norm of sinks", "Megatron-LM #7452, finding 8, and #7530",
-        "the clipping norm has the sinks of one tensor-parallel rank alone", core_gradients.split_sinks, "^norm/",
-        patch=core_gradients.SINKS),
+        "the clipping norm has the sinks of one tensor-parallel rank alone", core.split_sinks, "^norm/",
+        patch=core.SINKS),
     Fault("norm of delta nets", "Megatron-LM #7452, finding 11",
         "without sequence parallelism each tensor-parallel rank keeps its own gradient of out_norm",
-        core_gradients.delta_nets, r"^(gradients|updates)/.*\bout_norm\b", patch=core_gradients.DELTA_NET),
+        core.delta_nets, r"^(gradients|updates)/.*\bout_norm\b", patch=core.DELTA_NET),
     Fault("biases of experts", "no report yet", "biases of experts' second matrices get tp times their gradient",
         split_biased_experts, r"^(gradients|updates)/.*experts.*linear_fc2\.bias|^norm/",
-        patch=core_gradients.EXPERT_BIAS_SUM),
+        patch=core.EXPERT_BIAS_SUM),
     Fault("multi-token prediction over cp", "Megatron-LM #7498",
         "losses of multi-token prediction are divided by the tokens of one context-parallel rank",
-        lambda config: config.shape.depths and config.layout.cp > 1, _LOSSES, patch=core_gradients.MULTI_TOKEN),
+        lambda config: config.shape.depths and config.layout.cp > 1, _LOSSES, patch=core.MULTI_TOKEN),
     Fault(
         "masked losses over cp",
         "Megatron-LM #7452, finding 9, and #7513",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.errors import ConfigError, Problem, lines
-from tp_invariant_recipes.patches import bridge, core_checkpoints, core_gradients, te_grouped
+from tp_invariant_recipes.patches import bridge, core, te_grouped
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.start import lazy_imports
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig
 
 PATCHES: tuple[Patch, ...] = (
-    *core_checkpoints.PATCHES, *core_gradients.PATCHES, *bridge.PATCHES, te_grouped.PATCH, *te_grouped.PATCHES,
+    *core.CHECKPOINTS, *core.GRADIENTS, *bridge.PATCHES, te_grouped.PATCH, *te_grouped.PATCHES,
 )  # fmt: skip
 
 

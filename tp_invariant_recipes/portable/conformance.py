@@ -29,7 +29,7 @@ from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2, Blocks, Quantized
-from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
+from tp_invariant_recipes.kernels.products.restarting_product import NAN
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
 
 BUILT_IN, FP8 = (Path(__file__).with_name(f"{name}.safetensors") for name in ("tensor_core_h200", "fp8_hopper"))
@@ -146,7 +146,7 @@ def outputs(case: Case, product: Product) -> NDArray[np.uint32]:
 
 
 def by_definition(a: Operand, b: Operand) -> Tensor:
-    """Compute a @ b by kernels/products/tensor_core_sum.py, or a @ b^T by kernels/products/fp8_tiles.py, on CPUs."""
+    """Compute a @ b by kernels/products/restarting_product.py, or a @ b^T by kernels/products/fp8_tiles.py, on CPUs."""
     from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu  # load numba
 
     return fp8_cpu.product(a, b) if isinstance(a, Quantized) else tensor_core_cpu.product(a, b)  # type: ignore[arg-type]

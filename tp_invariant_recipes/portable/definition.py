@@ -1,6 +1,6 @@
 """numerics=portable: arithmetic that is stated to the last bit, so that every machine that computes it has one ledger.
 
-`DEFINITION` is the version of all statements together: kernels/products/tensor_core_sum.py (products),
+`DEFINITION` is the version of all statements together: kernels/products/restarting_product.py (products),
 portable/ieee/ (all else), and the orders of sums across shards (numerics/sums/tree.py). Whoever changes one of them
 so that a bit changes raises it; ledgers of two versions are not promised to be equal.
 """
@@ -139,7 +139,7 @@ def named(gpu: int | None) -> str:
 
 def functions(gpu: int | None = None) -> str:
     """Return the hash that FUNCTIONS must be."""
-    from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+    from tp_invariant_recipes.portable.ieee import storage as ieee_samples
 
     numbers = torch.from_numpy(samples())
     values = ieee_samples.values(numbers if gpu is None else numbers.cuda(gpu)).cpu().numpy()

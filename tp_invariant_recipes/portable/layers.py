@@ -9,7 +9,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.layers.experts.experts import Activation
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
-from tp_invariant_recipes.numerics.megatron.moe.router import InvariantSequentialMLP, InvariantTopKRouter
+from tp_invariant_recipes.numerics.megatron.router import InvariantSequentialMLP, InvariantTopKRouter
 from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.products.defined import product
 from tp_invariant_recipes.portable import cached_pass

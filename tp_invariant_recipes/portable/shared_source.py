@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu import numba_loop
-from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
-from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS
+from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, by_parts
 
 UNFUSED = {"enable_fp_fusion": False}  # options of a launch
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # by Triton's interpreter, in a kernel

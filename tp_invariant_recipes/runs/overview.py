@@ -19,7 +19,7 @@ from typing import Any
 from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.ledger.bits import described
 from tp_invariant_recipes.ledger.run_files import Attempt
-from tp_invariant_recipes.ledger.tail import last_step
+from tp_invariant_recipes.ledger.stream import last_step
 from tp_invariant_recipes.reading import Hash, Layout, Listed, Record
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.numerics.megatron.adapters.adapted_layers import COLUMN_PARALLEL, ROW_PARALLEL, WHOLE
+from tp_invariant_recipes.numerics.megatron.covered_layers import COLUMN_PARALLEL, ROW_PARALLEL, WHOLE
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import PROVIDER, SFT_DATASET
 

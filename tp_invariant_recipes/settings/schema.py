@@ -14,10 +14,9 @@ from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, Problem, TpiError
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import conf_files, keys
+from tp_invariant_recipes.settings import conf_files, field_table, keys
 from tp_invariant_recipes.settings.keys import did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
-from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert, is_text, named
 from tp_invariant_recipes.start import bridge
 

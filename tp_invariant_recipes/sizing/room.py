@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.machine import memory as host
+from tp_invariant_recipes.machine import processor as host
 from tp_invariant_recipes.settings import expert_groups, muon
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import activations, memory

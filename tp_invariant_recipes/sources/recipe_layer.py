@@ -20,9 +20,8 @@ import yaml
 
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.fields.model import KNOWN, REFUSED
-from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, finetuning, schema
+from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, field_table, finetuning, schema
 from tp_invariant_recipes.settings.sections import RecipeSettings
-from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.sources import recipe_fields, recipe_process, recipe_source
 
 if TYPE_CHECKING:

@@ -219,8 +219,8 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
     recipe_layer.enter(config.recipe)
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container, hang_timeout
+        from tp_invariant_recipes.numerics.megatron import lora as adapters
         from tp_invariant_recipes.numerics.megatron import replacements
-        from tp_invariant_recipes.numerics.megatron.adapters import lora as adapters
         from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
         from tp_invariant_recipes.training import async_writer, written_hashes
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed import audit_bugs
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.audit import campaign, options, workflow
+from tp_invariant_recipes.features.audit import campaign, cells, workflow
 from tp_invariant_recipes.features.audit.cells import Cells
 from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, ShrunkFault, Trial
 from tp_invariant_recipes.patches import faults
@@ -47,19 +47,19 @@ def test_a_cell_is_configured_as_hydra_composes_it():
 
 def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_reason(here, monkeypatch):
     names = ("evaluation", "adapters")
-    monkeypatch.setattr(options, "OPTIONS", {name: options.OPTIONS[name] for name in names})
-    monkeypatch.setattr(options, "LAYOUTS", {})
-    first, second = options.OPTIONS["evaluation"]
+    monkeypatch.setattr(cells, "OPTIONS", {name: cells.OPTIONS[name] for name in names})
+    monkeypatch.setattr(cells, "LAYOUTS", {})
+    first, second = cells.OPTIONS["evaluation"]
     stock, tree = (begun(here / numerics, f"numerics={numerics}")._cells for numerics in ("stock", "tree"))
     assert (stock.axes[-2:], tree.axes[-2:]) == ([[first], []], [[second], []])
-    [adapters] = options.OPTIONS["adapters"]
+    [adapters] = cells.OPTIONS["adapters"]
     assert stock.refused.keys() == {adapters}
     assert "LoRA adapts weights that are there: weights=FOLDER" in stock.refused[adapters]
 
 
 def test_fp8_adds_more_tokens_at_a_time_than_the_shortest_sequence_has(here, monkeypatch):
-    monkeypatch.setattr(options, "OPTIONS", {})
-    monkeypatch.setattr(options, "LAYOUTS", {})
+    monkeypatch.setattr(cells, "OPTIONS", {})
+    monkeypatch.setattr(cells, "LAYOUTS", {})
     sizes = [
         begun(here / precision, "numerics=tree", f"precision={precision}")._cells.sizes
         for precision in ("bf16", "fp8_tensorwise")
@@ -73,8 +73,8 @@ PATTERNS = (("MEM*EME", "ME*ME*"), ("M*M*", None), ("MEME|*EME", None), ("ME*" *
 @pytest.mark.parametrize("pattern, cut", PATTERNS)
 def test_a_hybrid_model_is_cut_to_two_stages_that_have_all_kinds_of_layers(pattern, cut):
     model = {"hybrid_layer_pattern": pattern}
-    assert options.sizes(model, set()) == ([f"model.hybrid_layer_pattern={cut}"] if cut else [])
-    assert options.sizes(model, {"model.hybrid_layer_pattern"}) == []
+    assert cells.small_sizes(model, set()) == ([f"model.hybrid_layer_pattern={cut}"] if cut else [])
+    assert cells.small_sizes(model, {"model.hybrid_layer_pattern"}) == []
 
 
 class Answers:
@@ -118,7 +118,7 @@ LOSS = "model.calculate_per_token_loss=true"
 @cache
 def cells_of_layouts_and_losses() -> Cells:
     """Composed once: no campaign changes them."""
-    with mock.patch.object(options, "OPTIONS", {"loss": (LOSS,)}):
+    with mock.patch.object(cells, "OPTIONS", {"loss": (LOSS,)}):
         return Cells("qwen3_toy", ["device=cpu"], Path("texts"), "cpu")
 
 
@@ -190,18 +190,18 @@ def test_the_first_fault_that_is_not_known_ends_a_campaign_on_request(here, monk
 
 
 def test_a_known_fault_excludes_the_cells_that_show_it_alone(here, monkeypatch):
-    balance = options.OPTIONS["balance"][-1]
-    monkeypatch.setattr(options, "OPTIONS", {"balance": (balance,)})
+    balance = cells.OPTIONS["balance"][-1]
+    monkeypatch.setattr(cells, "OPTIONS", {"balance": (balance,)})
     audits = begun(here, model="qwen3_moe_toy")
-    cells = [frozenset((layout, balance)) for layout in ("tp=2", "dp=2")]
-    assert [audits._allowed(cell) for cell in cells] == [True, True]
-    [fault] = faults.shown(audits._cells.configured(cells[1]))
+    planned = [frozenset((layout, balance)) for layout in ("tp=2", "dp=2")]
+    assert [audits._allowed(cell) for cell in planned] == [True, True]
+    [fault] = faults.shown(audits._cells.configured(planned[1]))
     trial = Trial(("mbs=2", balance), BEYOND, "text", "backward x", 1.0, str(fault))
     audits.state.findings.append(ShrunkFault(("mbs=2", balance), trial, "tpi audit", None))
-    assert [audits._allowed(cell) for cell in cells] == [True, False]
-    assert [audits._meets(cell, str(fault)) for cell in cells] == [False, False]
+    assert [audits._allowed(cell) for cell in planned] == [True, False]
+    assert [audits._meets(cell, str(fault)) for cell in planned] == [False, False]
     audits.state.findings.clear()
-    assert [audits._meets(cell, str(fault)) for cell in cells] == [False, True]
+    assert [audits._meets(cell, str(fault)) for cell in planned] == [False, True]
 
 
 def test_what_bridge_refuses_is_not_retried(here, monkeypatch):

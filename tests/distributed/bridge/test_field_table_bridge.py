@@ -2,8 +2,7 @@
 
 import json
 
-from tp_invariant_recipes.settings import schema
-from tp_invariant_recipes.settings.tables import field_table
+from tp_invariant_recipes.settings import field_table, schema
 from tp_invariant_recipes.settings.values import WrongType, convert, describe
 
 VALUES = (True, 0, 3, -1, 1.5, "3", "x", "auto", None, [1], {"a": 1})

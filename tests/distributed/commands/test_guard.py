@@ -212,7 +212,7 @@ def _joined(fault):
     """A fault, and routers that count what is computed side by side as one sequence."""
 
     def plant() -> None:
-        from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
+        from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 
         fault.plant()
         InvariantTopKRouter.of_other_shards = lambda self, shards: {}

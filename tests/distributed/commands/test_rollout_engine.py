@@ -188,8 +188,7 @@ class Trial:
 
     def _scores(self, model, completions) -> list:
         from tp_invariant_recipes.data.sequences import Sequence
-        from tp_invariant_recipes.features.score.head import Wanted
-        from tp_invariant_recipes.features.score.rank import Forward
+        from tp_invariant_recipes.features.score.rank import Forward, Wanted
 
         prompts = {request.id: request.tokens for request in requests()}
         window = [

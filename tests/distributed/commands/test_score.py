@@ -11,8 +11,8 @@ import pytest
 
 from tests import hf_folders
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.features.inference import batches
 from tp_invariant_recipes.features.inference import model as score_model
+from tp_invariant_recipes.features.inference import rank
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
@@ -239,7 +239,7 @@ def test_a_response_has_the_bits_of_its_tokens_in_the_whole(folder, scored):
 
 def padded_as_the_longest():
     """All sequences of a pass have one length."""
-    batches.padded = lambda length, multiple: 152
+    rank.padded = lambda length, multiple: 152
 
 
 @pytest.mark.release

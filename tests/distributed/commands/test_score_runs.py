@@ -8,7 +8,7 @@ import pytest
 from tests import hf_folders
 from tests.distributed.commands.test_score import FOLDERS, by_id, drawn, farthest, logits_of, logprobs, rows, write
 from tests.distributed.small_models import small
-from tp_invariant_recipes.features.inference import batches
+from tp_invariant_recipes.features.inference import rank
 
 pytestmark = [pytest.mark.usefixtures("modelopt"), pytest.mark.release]
 
@@ -34,7 +34,7 @@ def test_a_run_has_the_scores_of_its_export(shared, folder):
 
 
 def sequence_per_window():
-    batches.MOST = 1
+    rank.MOST = 1
 
 
 def test_a_stopped_scoring_goes_on(shared, folder):

@@ -118,7 +118,7 @@ def test_with_stock_numerics_they_have_not_of_examples(base, shared):
 @pytest.mark.parametrize("alpha, dim", ((32, 8), (5, 3), (7, 24)))
 def test_an_adapter_is_scaled_by_one_number(bridge, monkeypatch, alpha, dim):
     """As Bridge scales and merges it: alpha/dim rounded once, then one product of each element."""
-    from tp_invariant_recipes.numerics.megatron.adapters import lora
+    from tp_invariant_recipes.numerics.megatron import lora
 
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(lora, "gathered_linear", lambda x, *_: x)
@@ -139,7 +139,7 @@ def _bridges_weights() -> None:
 
 
 def _without(target: str) -> None:
-    from tp_invariant_recipes.numerics.megatron.adapters import lora as adapters
+    from tp_invariant_recipes.numerics.megatron import lora as adapters
 
     rows = adapters.replacements
     adapters.replacements = lambda *run: tuple(row for row in rows(*run) if not row.target.endswith(target))

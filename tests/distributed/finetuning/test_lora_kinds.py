@@ -130,13 +130,13 @@ def _scales_by_rank() -> None:
 
 
 def _split_where_whole() -> None:
-    from tp_invariant_recipes.numerics.megatron.adapters import lora as adapters
+    from tp_invariant_recipes.numerics.megatron import lora as adapters
 
     adapters.InvariantLinearAdapter.forward = adapters.ParallelLinearAdapter.forward
 
 
 def _without_segments() -> None:
-    from tp_invariant_recipes.numerics.megatron.adapters import lora as adapters
+    from tp_invariant_recipes.numerics.megatron import lora as adapters
 
     adapters._segments = lambda *_: 1
 

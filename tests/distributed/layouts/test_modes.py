@@ -10,7 +10,7 @@ from tests.distributed.scenario import unequal
 from tests.distributed.small_models import SHORTEST
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.layers.linear import linear
+from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.megatron.base import ColumnForward, RowForward
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

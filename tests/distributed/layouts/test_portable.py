@@ -116,7 +116,7 @@ ELSEWHERE = {
     ("allreduce_", "megatron/bridge/training/setup.py"): "the time of the start",
     ("allreduce_", "megatron/bridge/training/train.py"): "the loss: fp64, exact",
     ("allreduce_", "megatron/bridge/training/utils/train_utils.py"): "a maximum",
-    ("index_add_", "tp_invariant_recipes/kernels/row_add.py"): "rows in order, each rounded once: its definition",
+    ("index_add_", "tp_invariant_recipes/kernels/row_sums.py"): "rows in order, each rounded once: its definition",
     ("linalg_vector_norm", "megatron/core/distributed/param_and_grad_buffer.py"): "asked whether it is NaN",
     ("normal_", "megatron/core/tensor_parallel/layers.py"): "weights that megatron/init.py replaces",
     ("pow", "megatron/core/models/common/embeddings/rotary_pos_embedding.py"): "frequencies: only the shape counts",
@@ -124,7 +124,7 @@ ELSEWHERE = {
     ("allreduce_", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
     ("normal_", "megatron/core/transformer/moe/router.py"): "weights that megatron/init.py replaces",
     ("sum", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
-    ("sum", "tp_invariant_recipes/numerics/megatron/moe/router.py"): "the balancing loss's value, which is logged only",
+    ("sum", "tp_invariant_recipes/numerics/megatron/router.py"): "the balancing loss's value, which is logged only",
     ("sum", "megatron/bridge/training/losses.py"): "of loss masks, which are whole numbers",
     ("sum", "tp_invariant_recipes/portable/training.py"): "of loss masks, which are whole numbers",
 }

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from tests.distributed.ranks import FIRST, Split, sliced
 from tp_invariant_recipes.kernels.products.quantize import E5M2
+from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.formats import plain
-from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
-from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
+from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8, Mxfp8
 from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
-from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 Held = dict[str, tuple[Tensor, Split]]  # of a rank, as `together` takes it

@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.distributed.ranks import FIRST, megatron, on_ranks, together, unequal
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import cross_entropy as kernel
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.row_sums import folding_sum
 from tp_invariant_recipes.numerics.layers.cross_entropy import vocab_parallel_cross_entropy
 from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
 from tp_invariant_recipes.numerics.megatron import replacements, spec

@@ -13,8 +13,8 @@ from tests.distributed.numerics.linear_runs import ALONE, DEGREES, FORMATS, NAME
 from tests.distributed.ranks import on_ranks, sliced, together, unequal
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
-from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, rms_norm
 
 LAYERS = (Layer(True, segments=2), Layer(False))

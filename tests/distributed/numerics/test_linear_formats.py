@@ -13,14 +13,13 @@ from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products import quantize as definition
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
+from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.experts import experts
 from tp_invariant_recipes.numerics.layers.experts.experts import grouped_linear
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats import fp8 as fp8_format
 from tp_invariant_recipes.numerics.layers.formats import plain
-from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
-from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
-from tp_invariant_recipes.numerics.layers.linear import linear
+from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8, Mxfp8
 from tp_invariant_recipes.numerics.megatron.data_parallel import zeroing_contexts
 from tp_invariant_recipes.numerics.products import fp8, quantize
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

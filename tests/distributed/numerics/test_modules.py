@@ -305,7 +305,7 @@ def _norm():
 
 
 def _router():
-    from tp_invariant_recipes.numerics.megatron.moe import router
+    from tp_invariant_recipes.numerics.megatron import router
 
     return router
 

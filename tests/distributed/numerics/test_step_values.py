@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks, terms
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.sums import packed_rows, step_values
+from tp_invariant_recipes.numerics.sums import bucket_reduction, step_values
+from tp_invariant_recipes.numerics.sums.bucket_reduction import SequencePass
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.packed_rows import SequencePass
 from tp_invariant_recipes.numerics.sums.step_values import metrics_summed, separate_metrics, summed
 
 SHARDS, EACH = 4, 3
@@ -97,9 +97,9 @@ def test_statistics_of_sequences_are_kept_by_their_numbers():
     """A layer may run twice, sequences come in any order, one that only takes part counts nowhere."""
     rows = {}
     for row, number, value, idle in ((0, 1, 1.0, False), (0, 0, 2.0, False), (0, 1, 4.0, False), (1, 0, 8.0, True)):
-        packed_rows.enter(SequencePass(row, number, idle, metric_share=0.25))
+        bucket_reduction.enter(SequencePass(row, number, idle, metric_share=0.25))
         step_values.keep(rows, torch.tensor(value))
-    packed_rows.enter(None)
+    bucket_reduction.enter(None)
     assert [value.item() for value in step_values.of_rows(rows)] == [1.75]
 
 

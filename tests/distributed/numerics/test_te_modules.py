@@ -13,7 +13,7 @@ import torch
 from tests import te_cases, te_standin
 from tests.distributed.ranks import megatron, on_ranks, unequal
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.megatron.te import modules as te_modules
+from tp_invariant_recipes.numerics.megatron import te_modules
 from tp_invariant_recipes.replacement import apply
 
 V = te_cases.SHARDS

@@ -62,7 +62,7 @@ def core(monkeypatch):
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-        from tp_invariant_recipes.numerics.megatron.te.wrappers import InvariantTEDotProductAttention
+        from tp_invariant_recipes.numerics.megatron.te_wrappers import InvariantTEDotProductAttention
 
         for name, variable in SWITCHES.items():
             monkeypatch.setenv(variable, str(int(name == backend)))

@@ -12,7 +12,7 @@ from tests import kernel_table
 from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
 from tests.unit.portable import test_draw
-from tp_invariant_recipes.kernels import causal_conv, digest, grad_norm, row_add, row_sum, tree_add
+from tp_invariant_recipes.kernels import causal_conv, digest, grad_norm, row_sums, tree_add
 from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.numerics.sums.grad_norm import exact_grad_norm
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
@@ -83,12 +83,12 @@ def test_kernels_take_long_sequences(rows):
     """More rows than CUDA starts programs along y; the bits of the twins on a CPU."""
     table = torch.zeros(70, 40, device="cuda")
     values, at = normal_on_gpu(rows, 40, dtype=torch.bfloat16), torch.arange(rows, device="cuda") % 70
-    row_add.add_rows(values, at, table)
+    row_sums.add_rows(values, at, table)
     twin = torch.zeros(70, 40)
-    row_add.add_rows(values.cpu(), at.cpu(), twin)
+    row_sums.add_rows(values.cpu(), at.cpu(), twin)
     assert same_bits(table.cpu(), twin)
     places = torch.stack([torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda").flip(0)], 1)
-    assert same_bits(row_sum.row_sum(values, places).cpu(), row_sum.row_sum(values.cpu(), places.cpu()))
+    assert same_bits(row_sums.row_sum(values, places).cpu(), row_sums.row_sum(values.cpu(), places.cpu()))
     numbers = normal_on_gpu(rows, 64)
     sums = tree_add.tree_add(numbers, torch.empty(rows, device="cuda"), groups=rows)
     assert same_bits(sums.cpu(), tree_add.tree_add(numbers.cpu(), torch.empty(rows), groups=rows))

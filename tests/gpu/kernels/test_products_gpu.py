@@ -20,11 +20,11 @@ from tp_invariant_recipes.kernels.products import fp8_tiles
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product
 from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
-from tp_invariant_recipes.numerics.layers.linear.linear import column_parallel, row_parallel
-from tp_invariant_recipes.numerics.products import cublas, defined, fp8, fp8_cublas, order
+from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
+from tp_invariant_recipes.numerics.products import cublas, defined, fp8, fp8_cublas
 from tp_invariant_recipes.numerics.products.defined import by_fixed_tiles
 from tp_invariant_recipes.numerics.products.probe import DRAWS, cancelling
-from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.numerics.products.product import product, require_order
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.portable import conformance
 
@@ -144,8 +144,8 @@ def test_tiles_of_fp8_give_what_is_recorded(case):
 
 def test_tiles_walk_k_in_order():
     """tests/unit/numerics/products/test_product_order.py shows that the check sees other orders."""
-    order.require_order.cache_clear()
-    order.require_order("cuda:0")
+    require_order.cache_clear()
+    require_order("cuda:0")
 
 
 @pytest.mark.parametrize("kind", fp8_operands.KINDS)

@@ -7,7 +7,7 @@ from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings.tables.logging_services import SERVICES
+from tp_invariant_recipes.settings.field_table import SERVICES
 from tp_invariant_recipes.start import needed
 
 VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "COMET_API_KEY")

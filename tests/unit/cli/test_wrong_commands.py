@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.check import typed as typed_rules
-from tp_invariant_recipes.settings import conf_files, schema
+from tp_invariant_recipes.settings import conf_files, field_table, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS, PROVIDERS
-from tp_invariant_recipes.settings.tables import field_table
 
 MESSAGE = re.compile(r"^(error|not comparable): |^╭─ Error ─", re.M)
 IN_JSON = re.compile(r'^  "error": "', re.M)  # of --json, on standard output

@@ -17,7 +17,7 @@ from tp_invariant_recipes.launch import resume as launch_resume
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
 from tp_invariant_recipes.machine import processor
-from tp_invariant_recipes.numerics.modes.tree import ON_GPU
+from tp_invariant_recipes.numerics.tree_modes import ON_GPU
 
 CPU = {"name": "cpu", "compute_capability": "0.0", "machine": "x86_64", "attention": "portable 1"}
 ARM = CPU | {"machine": "aarch64"}

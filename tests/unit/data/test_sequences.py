@@ -6,7 +6,7 @@ import pytest
 
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.inference import batches
+from tp_invariant_recipes.features.inference import rank as inference
 from tp_invariant_recipes.features.rollouts import prompts
 from tp_invariant_recipes.features.rollouts.requests import Sampling
 
@@ -90,18 +90,18 @@ def test_a_survey_lists_lines(tmp_path):
 
 def test_a_padded_length_depends_on_the_length_alone_and_wastes_an_eighth():
     for length in range(2, 5000):
-        size = batches.padded(length, 8)
+        size = inference.padded(length, 8)
         assert size >= length
         assert size % 64 == 0
         assert size - length <= max(63, length / 8)
-    assert len({batches.padded(n, 8) for n in range(1025, 65537)}) == 6 * 8
+    assert len({inference.padded(n, 8) for n in range(1025, 65537)}) == 6 * 8
 
 
 def test_passes_cover_every_sequence_once_and_ranks_have_as_many():
     lengths = [5, 700, 64, 65, 64, 1000, 3, 64]
     for tokens in (0, 128, 4096):
         for ranks in (1, 2, 4):
-            each = [batches.plan(lengths, 8, tokens, ranks, rank) for rank in range(ranks)]
+            each = [inference.plan(lengths, 8, tokens, ranks, rank) for rank in range(ranks)]
             assert len({len(passes) for passes in each}) == 1
             places = sorted({batch.places for passes in each for batch in passes})
             assert sorted(place for batch in places for place in batch) == [*range(8)]
@@ -109,20 +109,23 @@ def test_passes_cover_every_sequence_once_and_ranks_have_as_many():
                 len(batch.places) == 1 or len(batch.places) * batch.length <= tokens for p in each for batch in p
             )
             assert all(
-                batches.padded(lengths[place], 8) == batch.length for p in each for batch in p for place in batch.places
+                inference.padded(lengths[place], 8) == batch.length
+                for p in each
+                for batch in p
+                for place in batch.places
             )
             assert {len(batch.places).bit_count() for p in each for batch in p} == {1}
 
 
 def test_passes_have_few_shapes():
     lengths = [64 + 37 * n % 4000 for n in range(4000)]
-    passes = batches.plan(lengths, 8, 16384, 1, 0)
+    passes = inference.plan(lengths, 8, 16384, 1, 0)
     assert len({len(batch.places) * batch.length for batch in passes}) <= 8 * 8  # tokens that a product has
 
 
 def test_a_window_is_bounded():
     many = [sequences.Sequence(n, [0] * 1000, 1) for n in range(3000)]
-    windows = [*batches.windows(many, 1 << 18)]
+    windows = [*inference.windows(many, 1 << 18)]
     assert [item.id for window in windows for item in window] == [*range(3000)]
     assert max(sum(len(item.tokens) for item in window) for window in windows) < (1 << 18) + 1000
 

@@ -9,7 +9,7 @@ from tests.unit.docs.commands import names, options, parsed
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.features.verify import matrix
+from tp_invariant_recipes.features.verify import cells
 from tp_invariant_recipes.features.verify.cells import Problems
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
@@ -142,7 +142,7 @@ def unfit(model: str, overrides: str) -> list[str]:
     """
     words = overrides.split()
     words = words if "cluster=" in overrides else ["cluster=h200", *words]
-    _, choices = matrix.spread(parse_all(words), [])
+    _, choices = cells.spread(parse_all(words), [])
     configs, problems = [], Problems()
     for order in (choices, choices[:0:-1]):
         for choice in order:

@@ -15,8 +15,7 @@ from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields import field as rows
 from tp_invariant_recipes.fields.catalogue import SECTIONS, adjustable, field_at, in_fingerprint
 from tp_invariant_recipes.fields.field import ANY, BOOL, NONE, NOT_SET, NUMBER, THRESHOLD, UNKNOWN
-from tp_invariant_recipes.settings import schema
-from tp_invariant_recipes.settings.tables import field_table
+from tp_invariant_recipes.settings import field_table, schema
 
 ROWS = [
     (section, name)

@@ -32,14 +32,13 @@ from tests.unit.kernels.products.test_fixed_tile_product import RAGGED, layouts,
 from tests.unit.numerics.sums.test_grad_norm import kernel_cases
 from tests.unit.portable import attention_interpreted
 from tp_invariant_recipes.kernels import (
+    activations,
     causal_conv,
-    centred_rows,
     delta_rule,
     digest,
     grad_norm,
     group_norm,
-    peer_add,
-    swiglu,
+    row_sums,
     tree_add,
 )
 from tp_invariant_recipes.kernels.launch import TensorPart
@@ -103,12 +102,12 @@ def weights_anywhere_in_memory_are_rounded_as_by_their_twin():
 
 def peers_are_added_in_the_order_of_the_tree():
     for width in (2, 4, 8):
-        for size in (1, 5000, 3 * peer_add.BLOCK):  # blocks, and a part of one
+        for size in (1, 5000, 3 * tree_add.BLOCK):  # blocks, and a part of one
             partials = [torch.randn(size) * 2.0 ** torch.randint(-20, 20, (size,)) for _ in range(width)]
             whole, out = torch.stack(partials)[None], torch.empty(size)
             twin = tree_add._tree_add_torch(whole, torch.empty(1, size), 1)[0]
-            assert same_bits(peer_add.peer_add(partials, out), twin), width
-            turned = peer_add.peer_add(partials[1:] + partials[:1], torch.empty(size))
+            assert same_bits(tree_add.peer_add(partials, out), twin), width
+            turned = tree_add.peer_add(partials[1:] + partials[:1], torch.empty(size))
             assert width == 2 or size == 1 or not same_bits(turned, twin), width
 
 
@@ -168,10 +167,10 @@ def rows_lose_their_own_mean():
     for width in (96, 100, 5000):
         memory = torch.randn(1 + 7 * width)
         for x in (memory[:-1].view(7, width), memory[1:].view(7, width)):  # and where no 16 bytes begin
-            y, twin = (f(x, torch.empty(x.shape)) for f in (centred_rows._centred_triton, centred_rows._centred_torch))
+            y, twin = (f(x, torch.empty(x.shape)) for f in (row_sums._centred_triton, row_sums._centred_torch))
             torch.testing.assert_close(y, twin)
             torch.testing.assert_close(y, (x.double() - x.double().mean(1, keepdim=True)).float())
-            alone = centred_rows._centred_triton(x[2:5], torch.empty(3, width))
+            alone = row_sums._centred_triton(x[2:5], torch.empty(3, width))
             assert same_bits(alone, y[2:5].contiguous()), width
 
 
@@ -276,12 +275,14 @@ def swiglu_is_correct_number_by_number():
     gate, up = wide.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     expected.backward(dy.double())
-    y, dx = swiglu.swiglu(x), swiglu.swiglu_backward(dy, x)
+    y, dx = activations.swiglu(x), activations.swiglu_backward(dy, x)
     torch.testing.assert_close(y, expected.float())
     torch.testing.assert_close(dx, wide.grad.float())
     columns = [*range(7, 30), *range(1100 + 7, 1100 + 30)]
-    assert same_bits(swiglu.swiglu(x[2:3, columns].contiguous()), y[2:3, 7:30])
-    assert same_bits(swiglu.swiglu_backward(dy[2:3, 7:30].contiguous(), x[2:3, columns].contiguous()), dx[2:3, columns])
+    assert same_bits(activations.swiglu(x[2:3, columns].contiguous()), y[2:3, 7:30])
+    assert same_bits(
+        activations.swiglu_backward(dy[2:3, 7:30].contiguous(), x[2:3, columns].contiguous()), dx[2:3, columns]
+    )
 
 
 def gradient_norms_have_the_bits_of_plain_torch():

@@ -13,19 +13,14 @@ from torch._subclasses import FakeTensorMode
 from tp_invariant_recipes import kernels, portable
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels import (
+    activations,
     causal_conv,
-    centred_rows,
     cross_entropy,
     delta_rule,
     group_norm,
-    peer_add,
     rms_norm,
-    row_add,
-    row_sum,
-    swiglu,
-    token_sum,
+    row_sums,
     tree_add,
-    weighted_activation,
 )
 from tp_invariant_recipes.kernels.launch import ALONG_Y, Kernel
 from tp_invariant_recipes.kernels.products import fp8_tiles, grouped_product, mxfp8
@@ -38,7 +33,7 @@ from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entro
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
-from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+from tp_invariant_recipes.portable.ieee import storage as ieee_samples
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 
 ALONG_X = 2**31 - 1
@@ -56,12 +51,12 @@ def fp32(*shape):
 def launches(rows):
     """Every kernel that is launched for `rows` tokens of a large model."""
     x, of_rows, index = fake(rows, 1, HIDDEN), fp32(rows), fake(rows, dtype=torch.int64)
-    row_add.add_rows(fake(rows, HIDDEN), index, fp32(VOCABULARY, HIDDEN))
-    row_sum.row_sum(fake(rows, HIDDEN), fake(rows, 8, dtype=torch.int64))
-    token_sum.token_sum(fake(rows, WIDE), SHARDS)
+    row_sums.add_rows(fake(rows, HIDDEN), index, fp32(VOCABULARY, HIDDEN))
+    row_sums.row_sum(fake(rows, HIDDEN), fake(rows, 8, dtype=torch.int64))
+    row_sums.token_sum(fake(rows, WIDE), SHARDS)
     tree_add.tree_add(fp32(SHARDS, rows, HIDDEN), fake(rows, HIDDEN))
     tree_add.tree_add(fp32(rows, 64), fp32(rows), rows)
-    peer_add.peer_add([fp32(rows, HIDDEN)] * 8, fake(rows, HIDDEN))
+    tree_add.peer_add([fp32(rows, HIDDEN)] * 8, fake(rows, HIDDEN))
     causal_conv.causal_conv_forward(
         conv := fake(SHARDS, rows, 2048), taps := fake(SHARDS, 2048, 4), fp32(SHARDS, 2048), 1
     )
@@ -71,7 +66,7 @@ def launches(rows):
     sizes = delta_rule.Heads(groups=2, heads=4, key=128, value=128)
     mixed, numbers = fake(SHARDS, rows, 1, 1024), fp32(SHARDS, rows, 1, 4)
     delta_rule.delta_rule_backward(fake(SHARDS, rows, 1, 512), mixed, numbers, numbers, sizes)
-    centred_rows.centred_rows(fake(rows, HIDDEN), torch.float32)
+    row_sums.centred_rows(fake(rows, HIDDEN), torch.float32)
     for norm in (rms_norm, ieee_norm):
         norm.rms_norm_forward(x, weight := fake(HIDDEN), 1e-6)
         norm.rms_norm_backward(x, x, weight, fp32(rows, 1, 1), SHARDS, False)
@@ -80,10 +75,10 @@ def launches(rows):
         loss.softmax_gradient(logits, index, of_rows, of_rows, of_rows, SHARDS)
     ieee_cross_entropy.logarithm(of_rows)
     both, single = fake(rows, 2 * WIDE), fake(rows, WIDE)
-    weighted_activation.weighted_activation(both, of_rows, "swiglu")
-    weighted_activation.weighted_activation_backward(single, both, of_rows, "swiglu")
-    swiglu.swiglu(both)
-    swiglu.swiglu_backward(single, both)
+    activations.weighted_activation(both, of_rows, "swiglu")
+    activations.weighted_activation_backward(single, both, of_rows, "swiglu")
+    activations.swiglu(both)
+    activations.swiglu_backward(single, both)
     ieee_swiglu.swiglu(both, of_rows)
     ieee_swiglu.swiglu_backward(single, both, of_rows)
     ieee_swiglu.swiglu(both)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.row_add import add_rows
+from tp_invariant_recipes.kernels.row_sums import add_rows
 
 
 def added_in_turn(rows, at, out):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.row_sum import row_sum
-from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.row_sums import row_sum, token_sum
 
 
 def test_order_decides():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from tp_invariant_recipes.kernels.weighted_activation import (
+from tp_invariant_recipes.kernels.activations import (
     Clamped,
     weighted_activation,
     weighted_activation_backward,

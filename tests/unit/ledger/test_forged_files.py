@@ -27,8 +27,8 @@ from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.features import check
 from tp_invariant_recipes.features import evidence as evidence_judge
-from tp_invariant_recipes.features.rollouts import lines as rollout_lines
 from tp_invariant_recipes.features.rollouts import prompts
+from tp_invariant_recipes.features.rollouts import prompts as rollout_lines
 from tp_invariant_recipes.features.rollouts import requests as rollout_requests
 from tp_invariant_recipes.features.rollouts.requests import Sampling
 from tp_invariant_recipes.features.score import against as score_against
@@ -36,7 +36,7 @@ from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.ranks import Outcome
-from tp_invariant_recipes.ledger import certificate, dumps, evidence, stream, tail
+from tp_invariant_recipes.ledger import certificate, dumps, evidence, stream
 from tp_invariant_recipes.ledger.dumps import RANKS, Dumped, distance, file_of, read_step
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
@@ -573,13 +573,13 @@ def test_a_line_of_a_ledger_has_a_longest_length(tmp_path, monkeypatch):
     file = tmp_path / "ledger.jsonl"
     file.write_bytes(HEAD + STEP)
     monkeypatch.setattr(stream, "LONGEST_LINE", max(len(HEAD), len(STEP)))
-    monkeypatch.setattr(tail, "LONGEST_LINE", len(STEP))
-    assert len(streamed(file).steps) == tail.last_step(file).step == 1  # the control
+    monkeypatch.setattr(stream, "LONGEST_LINE", len(STEP))
+    assert len(streamed(file).steps) == stream.last_step(file).step == 1  # the control
     monkeypatch.setattr(stream, "LONGEST_LINE", len(STEP) - 1)
-    monkeypatch.setattr(tail, "LONGEST_LINE", 10)
+    monkeypatch.setattr(stream, "LONGEST_LINE", 10)
     number = 1 if len(HEAD) >= len(STEP) else 2
     with pytest.raises(LedgerError, match=rf"ledger\.jsonl line {number}: more than {len(STEP) - 1} bytes"):
         streamed(file)
-    monkeypatch.setattr(tail, "_BLOCK", 4)
+    monkeypatch.setattr(stream, "_BLOCK", 4)
     with pytest.raises(ValueError, match="a line of more than 10 bytes"):
-        tail.last_step(file)
+        stream.last_step(file)

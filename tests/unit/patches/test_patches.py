@@ -22,7 +22,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import hang
 from tp_invariant_recipes.machine import versions
-from tp_invariant_recipes.patches import bridge, core_checkpoints, registry, te_grouped
+from tp_invariant_recipes.patches import bridge, core, registry, te_grouped
 from tp_invariant_recipes.patches import patch as code
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
 from tp_invariant_recipes.patches.te_grouped import place_of_flag
@@ -258,7 +258,7 @@ def test_local_layers_save_norms_as_transformer_engine_does(experts, latent):
     from megatron.core.models.gpt import gpt_layer_specs
 
     before = gpt_layer_specs.get_gpt_layer_local_submodules
-    with replacement.applied(core_checkpoints.PATCHES[-1].replacements):
+    with replacement.applied(core.CHECKPOINTS[-1].replacements):
         changed = gpt_layer_specs.get_gpt_layer_local_submodules
         layer = changed(num_experts=experts, multi_latent_attention=latent, normalization="RMSNorm")
     names = layer.sharded_state_dict_keys_map
@@ -366,7 +366,7 @@ def test_rows_are_whole(patch):
                 assert all(within(version, patch.need.versions) for version in named)
 
 
-def core(tmp_path, monkeypatch, files: dict[str, str]) -> None:
+def installed_core(tmp_path, monkeypatch, files: dict[str, str]) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -375,7 +375,7 @@ def core(tmp_path, monkeypatch, files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("body, fits", (("a = 1", True), ("a = b", False), ("b = 1", False)))
 def test_a_form_has_a_text_and_lacks_another(tmp_path, monkeypatch, body, fits):
-    core(tmp_path, monkeypatch, {"file.py": f"def function():\n    {body}\ndef other():\n    a = b\n"})
+    installed_core(tmp_path, monkeypatch, {"file.py": f"def function():\n    {body}\ndef other():\n    a = b\n"})
     assert code.Form("file.py", "function", has="a", lacks="b")() is fits
     assert not code.Form("file.py", "absent", lacks="b")()
 
@@ -393,8 +393,8 @@ MANAGER = "def get_write_results_queue(mode=None):\n    return Manager()\n"
     ),
 )
 def test_a_manager_for_every_save_is_detected_in_the_code(tmp_path, monkeypatch, source, needed):
-    core(tmp_path, monkeypatch, {WRITER: source})
-    assert core_checkpoints.SAVE.verdict().state == ("applies" if needed else "not needed")
+    installed_core(tmp_path, monkeypatch, {WRITER: source})
+    assert core.SAVE.verdict().state == ("applies" if needed else "not needed")
 
 
 @pytest.mark.parametrize(
@@ -406,13 +406,13 @@ def test_a_manager_for_every_save_is_detected_in_the_code(tmp_path, monkeypatch,
     ),
 )
 def test_compiled_helpers_without_a_makefile_are_located_in_the_folder(tmp_path, monkeypatch, files, needed):
-    core(tmp_path, monkeypatch, dict.fromkeys(files, ""))
+    installed_core(tmp_path, monkeypatch, dict.fromkeys(files, ""))
     assert bridge.HELPERS.verdict().state == ("applies" if needed else "not needed")
 
 
 def test_neither_is_needed_without_megatron(monkeypatch):
     monkeypatch.setattr(code, "folder", lambda package: None)
-    for patch in (core_checkpoints.SAVE, bridge.HELPERS):
+    for patch in (core.SAVE, bridge.HELPERS):
         assert patch.verdict().state == "not needed"
 
 
@@ -424,7 +424,7 @@ def own_queue(monkeypatch):
     for parent, _, child in (name.rpartition("."),):
         monkeypatch.setitem(sys.modules, parent, SimpleNamespace(**{child: module}))
     monkeypatch.setitem(sys.modules, name, module)
-    return core_checkpoints.queue_in_this_process(lambda: None)
+    return core.queue_in_this_process(lambda: None)
 
 
 def test_a_save_within_the_process_starts_no_manager(own_queue):
@@ -462,5 +462,5 @@ def test_the_manager_of_a_killed_rank_ends(own_queue):
 def test_the_state_of_sgd_is_its_momentum_and_nothing_of_other_optimizers(kind, options, buffers):
     weights = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     optimizer = getattr(torch.optim, kind)(weights, lr=0.1, **options)
-    core_checkpoints.momentum(optimizer)
+    core.momentum(optimizer)
     assert [state.keys() for state in optimizer.state.values()] == [{"momentum_buffer"}] * buffers

@@ -16,7 +16,7 @@ from tp_invariant_recipes.portable.ieee import draw as ieee_draw
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
-from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+from tp_invariant_recipes.portable.ieee import storage as ieee_samples
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 from tp_invariant_recipes.portable.shared_source import UNFUSED
 

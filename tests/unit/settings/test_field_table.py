@@ -12,8 +12,7 @@ import pytest
 from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.config import compose as composing
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings import conf_files, schema
-from tp_invariant_recipes.settings.tables import field_table
+from tp_invariant_recipes.settings import conf_files, field_table, schema
 
 SETTINGS = {"steps": int, "rate": float | None, "kind": Literal["a", "b"] | None, "on": bool, "name": str, "other": Any}
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tp_invariant_recipes.config import describe
-from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.settings.tables import field_table
+from tp_invariant_recipes.settings import conf_files, field_table
 
 
 def test_the_table_has_every_model_and_its_sentence(models_table):

@@ -9,9 +9,8 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.data import examples
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.score import workflow as score
-from tp_invariant_recipes.settings import conf_files, schema
+from tp_invariant_recipes.settings import conf_files, field_table, schema
 from tp_invariant_recipes.settings.keys import FLAGS, SHORT_KEYS, nearest
-from tp_invariant_recipes.settings.tables import field_table
 
 
 def problems(*overrides: str) -> list[str]:

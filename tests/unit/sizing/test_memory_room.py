@@ -6,7 +6,7 @@ import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.machine import memory as host
+from tp_invariant_recipes.machine import processor as host
 from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.sizing import memory as estimates
 from tp_invariant_recipes.sizing import room

@@ -20,8 +20,8 @@ from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import environment, run_config
+from tp_invariant_recipes.settings.field_table import SERVICES
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.start import needed

@@ -21,14 +21,14 @@ from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.model import LAYERS_OFF
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.megatron import hybrid_layers
+from tp_invariant_recipes.numerics.megatron import covered_layers
 from tp_invariant_recipes.settings import finetuning, low_precision, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import LEARNED
 
 PRECISIONS = ("bf16", "fp32", "fp8_tensorwise", "fp8_blockwise", "mxfp8")
-HYBRID_SIGNS = {*hybrid_layers.LAYERS, hybrid_layers.SEPARATOR}
-*_OTHERS, _LAST = hybrid_layers.LAYERS
+HYBRID_SIGNS = {*covered_layers.LAYERS, covered_layers.SEPARATOR}
+*_OTHERS, _LAST = covered_layers.LAYERS
 
 *_FIRST, _LATEST = (path.rpartition(".")[2] for path in schema.PROVIDERS)
 

@@ -19,7 +19,7 @@ from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF, LATENT_OFF, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.experts import expert_placement
-from tp_invariant_recipes.numerics.megatron import families, hybrid_layers
+from tp_invariant_recipes.numerics.megatron import covered_layers, families
 from tp_invariant_recipes.numerics.megatron.families import layers_alike
 from tp_invariant_recipes.settings import cuda_graphs, finetuning, low_precision, schema
 from tp_invariant_recipes.settings.delta_net import (
@@ -100,8 +100,8 @@ MULTI_TOKEN_LIMITS = (
     _ahead_row(lacks(mode.MTP), mode.only(mode.MTP), WITHOUT),
     _ahead_row(lambda t: _hybrid(t) and not t.model.get(PATTERN),
         "multi-token prediction of a hybrid model has no layers", f"model.{PATTERN}='*E', or {WITHOUT}"),
-    _ahead_row(lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*hybrid_layers.LAYERS},
-        f"of hybrid layers only {' '.join(hybrid_layers.LAYERS)} have invariant versions", f"model.{PATTERN}"),
+    _ahead_row(lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*covered_layers.LAYERS},
+        f"of hybrid layers only {' '.join(covered_layers.LAYERS)} have invariant versions", f"model.{PATTERN}"),
     _ahead_row(lambda t: not _hybrid(t) and t.model.get(REPEATED),
         "one layer for all depths is covered for hybrid models alone", f"model.{REPEATED}=false"),
     # Bridge adds these layers to the pattern, whatever mtp_num_layers is.

@@ -16,13 +16,11 @@ from tempfile import TemporaryDirectory
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
-from tp_invariant_recipes.features.audit import options, rank, script, workflow
+from tp_invariant_recipes.features.audit import cells, rank, script, workflow
 from tp_invariant_recipes.features.audit import page as audit_page
-from tp_invariant_recipes.features.audit.cells import Cells
-from tp_invariant_recipes.features.audit.pairwise import Cell, Covering, shrunk
+from tp_invariant_recipes.features.audit.cells import Cell, Cells, Covering, shrunk
 from tp_invariant_recipes.features.audit.result import BEYOND, CampaignResult, ShrunkFault, Trial
-from tp_invariant_recipes.features.audit.side_by_side import SideBySide, concurrency
-from tp_invariant_recipes.features.audit.trial import audited
+from tp_invariant_recipes.features.audit.trial import SideBySide, audited, concurrency
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import checked
@@ -61,7 +59,7 @@ class Campaign:
         self._cell: Cell | None = None  # that is judged
         self._directories = max((int(path.name) for path in where.trial(0).parent.glob("*")), default=0)
         self._cells = Cells(state.model, state.overrides, where.texts, self._device)
-        self._covering = Covering(self._cells.axes, len(options.LAYOUTS), self._allowed, self._ranks_of)
+        self._covering = Covering(self._cells.axes, len(cells.LAYOUTS), self._allowed, self._ranks_of)
 
     def run(self, *, exitfirst: bool = False) -> CampaignResult:
         """Audit all cells, some at a time. Interrupted: Ctrl-C, SIGTERM.
@@ -120,7 +118,7 @@ class Campaign:
     def _prepare(self) -> None:
         """Import and check here what each audit's process would otherwise do first."""
         rank.prepare()
-        layouts = [setting for axis in self._cells.axes[: len(options.LAYOUTS)] for setting in axis]
+        layouts = [setting for axis in self._cells.axes[: len(cells.LAYOUTS)] for setting in axis]
         words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(frozenset(layouts[:1]))]
         with TemporaryDirectory() as folder, redirect_stdout(StringIO()), suppress(ConfigError):
             workflow.check(workflow.new(self.state.model, words, directory=Path(folder) / "plan"))

@@ -1,6 +1,8 @@
 """The settings that a campaign combines, and the configuration of a cell of them."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,190 @@ from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import given, parse_all
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.audit import options, workflow
-from tp_invariant_recipes.features.audit.pairwise import Cell
+from tp_invariant_recipes.features.audit import workflow
 from tp_invariant_recipes.settings.run_config import RunConfig
+
+TEXTS = "{texts}"  # stands for a folder of short texts, whose ends are masked
+
+# Axis -> settings, of which a run has at most one. Every model tries those that it may have.
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "tensor": ("tp=2", "tp=2 sp=false"),
+    "pipeline": ("pp=2",),
+    "data": ("dp=2",),
+    "context": ("cp=2",),
+    "experts": ("ep=2",),
+    "batch": ("mbs=2",),
+}
+# Axes of models with experts; the others have these fields and no use of them.
+OF_EXPERTS = ("experts", "balance", "router")
+# Axes of which a model tries the first setting that it may have.
+FIRST_ALLOWED = ("ahead", "biases", "evaluation")
+_EVALUATED = "validation.eval_iters=2 validation.eval_interval=1"
+OF_EXAMPLES = ("packing",)  # of fine-tuning data
+_BALANCED = "model.moe_aux_loss_coeff=0.1 model.moe_router_load_balancing_type="
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "loss": ("model.calculate_per_token_loss=true",),
+    "masks": (f"data=text data.path={TEXTS} data.tokenizer=byte dataset.eod_mask_loss=true dataset.split='90,5,5'",),
+    "ahead": ("model.mtp_num_layers=1 model.mtp_hybrid_override_pattern='*E'", "model.mtp_num_layers=1"),
+    "sinks": ("model.softmax_type=learnable",),
+    "biases": ("model.add_bias_linear=true model.add_qkv_bias=true", "model.add_qkv_bias=true"),
+    "embedding": (
+        "model.share_embeddings_and_output_weights=true",
+        "model.share_embeddings_and_output_weights=false",
+    ),
+    "balance": tuple(f"{_BALANCED}{kind}" for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")),
+    "router": ("model.moe_z_loss_coeff=0.1",),
+    "optimizer": (
+        "optimizer.use_distributed_optimizer=true",
+        "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=duplicated seq=128",
+        "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=blockwise seq=128",
+    ),
+    "recompute": ("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",),
+    # Without the last two another mbs or dp evaluates other sequences under stock (patches/faults.py).
+    "evaluation": (f"{_EVALUATED} validation.eval_micro_batch_size=1 dataset.data_sharding=false", _EVALUATED),
+    "adapters": ("peft=lora peft.dim=8",),
+    "packing": ("dataset.enable_offline_packing=true", "dataset.enable_offline_packing=false"),
+}
+
+_AXES = {setting: (name, axis) for name, axis in OPTIONS.items() for setting in axis}
+
+
+def label(setting: str) -> str:
+    """Return a short name of a setting: the axis of an option, with the value that no other of the axis has."""
+    name, axis = _AXES.get(setting, (setting, ()))
+    others = {word for other in axis if other != setting for word in other.split()}
+    own = next((word for word in setting.split() if word not in others), None) if others else None
+    return f"{name}:{own.rpartition('=')[2]}" if own else name
+
+
+# Field of a model -> the largest value that is tried.
+_LARGEST = {
+    **dict.fromkeys(("hidden_size", "moe_ffn_hidden_size"), 64),
+    **dict.fromkeys(("ffn_hidden_size", "moe_shared_expert_intermediate_size"), 128),
+    **dict.fromkeys(("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("mamba_head_dim", "mamba_state_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("num_attention_heads", "num_query_groups", "linear_num_key_heads", "mamba_num_groups"), 4),
+    **dict.fromkeys(("num_moe_experts", "linear_num_value_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
+    "vocab_size": 512,
+}
+BATCHES = (("seq=32", "gbs=4"), ("seq=128", "gbs=4"))  # the first that a model may have
+
+
+def small_sizes(model: Mapping[str, Any], typed: set[str]) -> list[str]:
+    """Return overrides that cut a model. typed: the fields that the user gave, which stay."""
+    cut: dict[str, int | str] = {
+        name: most
+        for name, most in _LARGEST.items()
+        if isinstance(now := model.get(name), int) and now > most and f"model.{name}" not in typed
+    }
+    if isinstance(layers := model.get("num_layers"), int) and layers > 2 and "model.num_layers" not in typed:
+        cut["num_layers"] = 2
+        if isinstance(dense := model.get("moe_layer_freq"), list):
+            cut["moe_layer_freq"] = f"[{dense[0]},{dense[-1]}]"
+    pattern = model.get("hybrid_layer_pattern") or ""
+    kinds = "".join(dict.fromkeys(pattern))
+    if 2 * len(kinds) < len(pattern) and not {*"|/"} & {*kinds} and "model.hybrid_layer_pattern" not in typed:
+        cut["hybrid_layer_pattern"] = 2 * kinds  # each stage of pp=2 has all
+    return [f"model.{name}={value}" for name, value in cut.items()]
+
+
+Cell = frozenset[str]
+MOST = 6  # settings of a cell: a fault among more takes long to shrink
+
+
+def pairs(axes: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Each two settings of different axes, in the order of the axes."""
+    for first, second in combinations(axes, 2):
+        yield from ((a, b) for a in first for b in second)
+
+
+class Covering:
+    """The pairs that no cell has covered yet.
+
+    axes:    rows of overrides; a cell has at most one setting of an axis.
+    layouts: how many of the axes, the first ones, change the layout. Every cell has such a setting: the others alone
+             leave nothing to compare.
+    allowed: whether a run may have these settings together.
+    cost:    the cost of a setting; cheap cells come first.
+    """
+
+    def __init__(
+        self,
+        axes: Sequence[Sequence[str]],
+        layouts: int,
+        allowed: Callable[[Cell], bool],
+        cost: Callable[[str], int] = lambda setting: 1,
+    ) -> None:
+        self._axis = {setting: n for n, axis in enumerate(axes) for setting in axis}
+        self._layouts, self._allowed, self._cost = layouts, allowed, cost
+        cells = [frozenset(pair) for pair in pairs(axes)]
+        cells += [frozenset((setting,)) for axis in axes[:layouts] for setting in axis]
+        self.pending: dict[Cell, None] = dict.fromkeys(sorted(cells, key=lambda cell: math.prod(map(cost, cell))))
+        self.total = len(self.pending)
+
+    def changes_layout(self, cell: Cell) -> bool:
+        """Whether the cell and its reference differ."""
+        return any(self._axis[setting] < self._layouts for setting in cell)
+
+    def cover(self, cell: Cell) -> None:
+        """Nothing of this cell need be tried again."""
+        for pair in [pair for pair in self.pending if pair <= cell]:
+            del self.pending[pair]
+
+    def next(self, running: Collection[Cell] = ()) -> Cell | None:
+        """Return the next cell: the first pending pair, and what fits beside it; None: nothing is left.
+
+        A pair that no run may have is dropped from `pending`. running: cells that may cover pairs soon.
+        """
+        before = [*self.pending]
+        for begun in running:
+            self.cover(begun)
+        covered = {pair for pair in before if pair not in self.pending}
+        try:
+            for pair in [*self.pending]:
+                if (cell := self._seed(pair)) is not None:
+                    return self._grown(cell)
+                del self.pending[pair]
+            return None
+        finally:
+            self.pending = dict.fromkeys(pair for pair in before if pair in self.pending or pair in covered)
+
+    def _seed(self, pair: Cell) -> Cell | None:
+        """Return the pair, with a layout and, where it needs one, another setting."""
+        layouts = (
+            [pair]
+            if self.changes_layout(pair)
+            else [pair | {s} for s in self._axis if self.changes_layout(frozenset((s,)))]
+        )
+        candidates = [*layouts, *(pair | {setting} for setting in self._axis if self._fits(pair, setting))]
+        return next((cell for cell in candidates if self.changes_layout(cell) and self._allowed(cell)), None)
+
+    def _fits(self, cell: Cell, setting: str) -> bool:
+        return self._axis[setting] not in {self._axis[other] for other in cell}
+
+    def _grown(self, cell: Cell) -> Cell:
+        while len(cell) < MOST:
+            gains = {
+                setting: sum(frozenset((setting, other)) in self.pending for other in cell)
+                for setting in self._axis
+                if self._fits(cell, setting) and not (self._axis[setting] < self._layouts and self._cost(setting) > 1)
+            }
+            best = sorted((s for s in gains if gains[s]), key=lambda setting: -gains[setting])
+            larger = next((cell | {setting} for setting in best if self._allowed(cell | {setting})), None)
+            if larger is None:
+                break
+            cell = larger
+        return cell
+
+
+def shrunk(cell: Cell, fails: Callable[[Cell], bool]) -> Cell:
+    """Return the smallest part of a cell that still fails, one setting after the other left out."""
+    for setting in sorted(cell, key=lambda words: (words.startswith(("tp", "pp", "cp", "dp", "ep", "mbs")), words)):
+        if fails(cell - {setting}):
+            cell = cell - {setting}
+    return cell
+
 
 Sections = dict[str, Any]
 
@@ -29,9 +212,9 @@ class Cells:
         self._changes: dict[str, Sections] = {}
         self.refused: dict[str, str] = {}
         self.base, self.sizes = self._cut()
-        named = {**options.LAYOUTS, **options.OPTIONS}
+        named = {**LAYOUTS, **OPTIONS}
         examples = "dataset_root" in self.base.section("dataset")
-        absent = {*(() if self.base.shape.experts else options.OF_EXPERTS), *(() if examples else options.OF_EXAMPLES)}
+        absent = {*(() if self.base.shape.experts else OF_EXPERTS), *(() if examples else OF_EXAMPLES)}
         self.axes = [[] if name in absent else self._possible(name, axis) for name, axis in named.items()]
         self._order = [setting for axis in self.axes for setting in axis]
 
@@ -62,10 +245,10 @@ class Cells:
     def _cut(self) -> tuple[RunConfig, list[str]]:
         typed = parse_all(self._overrides)
         fields = {override.path for override in typed}
-        batches = [[text for text in batch if parse_all([text])[0].path not in fields] for batch in options.BATCHES]
+        batches = [[text for text in batch if parse_all([text])[0].path not in fields] for batch in BATCHES]
         words = [*workflow.default_numerics(typed), *self._overrides]
         whole = compose(self._model, words, device=self._device)
-        sizes = options.sizes(whole.config.model, {path for path in fields if path})
+        sizes = small_sizes(whole.config.model, {path for path in fields if path})
         for cut in (*([*sizes, *batch] for batch in batches), *batches):
             try:
                 return self.composed([*cut]), cut
@@ -77,7 +260,7 @@ class Cells:
         return given(parse_all(self._overrides), path) is not None
 
     def _split(self, setting: str) -> list[str]:
-        words = [word.replace(options.TEXTS, str(self._texts)) for word in setting.split()]
+        words = [word.replace(TEXTS, str(self._texts)) for word in setting.split()]
         return [word for word in words if not (word.startswith("seq=") and self._typed("model.seq_length"))]
 
     def _possible(self, name: str, axis: Sequence[str]) -> list[str]:
@@ -100,7 +283,7 @@ class Cells:
                     usable.append(setting)
                     self._changes[setting] = changes
                 break
-            if usable and name in options.FIRST_ALLOWED:
+            if usable and name in FIRST_ALLOWED:
                 return usable
         self.refused |= refused
         return usable

@@ -1,18 +1,116 @@
 """One audit of a campaign."""
 
+import multiprocessing
+import os
 import shutil
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.errors import ConfigError, Interrupted, TpiError
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError
 from tp_invariant_recipes.features.audit import workflow
 from tp_invariant_recipes.features.audit.result import FAILED, Trial
 from tp_invariant_recipes.launch.local import Watch
+from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.runs.matrix_dir import AuditedRun
+from tp_invariant_recipes.start import forking
+
+POLL = 0.2  # seconds between looks at the signals that came
+MOST = 4  # at a time: what comes first is told first
+
+
+class SideBySide:
+    """The calls that run, each in a fork of this process.
+
+    stop: the signals that came. Each is passed on to the calls.
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop, self._passed_on = stop, 0
+        self._running: dict[Connection, tuple[Any, Any]] = {}  # -> the key of the call, and its process
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def keys(self) -> list[Any]:
+        """Of the calls that run."""
+        return [key for key, _ in self._running.values()]
+
+    def start(self, key: Any, call: Callable[[], Any]) -> None:
+        """Run a call. What it returns must be picklable."""
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_answer, args=(there, call))
+        process.start()
+        there.close()
+        self._running[here] = key, process
+
+    def next(self) -> tuple[Any, Any]:
+        """Wait for the end of a call; return its key and what it returned.
+
+        Interrupted: a signal came; all calls have ended. RunError: a call failed, or was killed.
+        """
+        while True:
+            for connection in wait([*self._running], POLL):
+                assert isinstance(connection, Connection)
+                key, process = self._running.pop(connection)
+                try:
+                    value, error = connection.recv()
+                except EOFError:
+                    value, error = None, "an audit was killed"
+                connection.close()
+                process.join()
+                if error is not None and not self._stop.signals:
+                    self.end()
+                    raise RunError(error)
+                if error is None:
+                    return key, value
+            if self._stop.signals > self._passed_on:
+                self._passed_on = self._stop.signals
+                self._signal(signal.SIGTERM if self._passed_on == 1 else signal.SIGKILL)
+            if self._stop.signals and not self._running:
+                raise Interrupted
+
+    def end(self) -> None:
+        """End all calls."""
+        self._signal(signal.SIGKILL)
+        for _, process in self._running.values():
+            process.join()
+        self._running.clear()
+
+    def _signal(self, number: int) -> None:
+        for _, process in self._running.values():
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+
+def concurrency(device: str) -> int:
+    """How many audits may run at a time. GPUs belong to one."""
+    return min(MOST, len(os.sched_getaffinity(0))) if device == "cpu" else 1
+
+
+def _answer(there: Connection, call: Callable[[], Any]) -> None:
+    """Call, and send what it returns and the text of a defect."""
+    forking.end_with_starter()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter passes a stop on
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    answer: tuple[Any, str | None]
+    try:
+        answer = call(), None
+    except Interrupted:
+        os._exit(1)
+    except BaseException:
+        answer = None, traceback.format_exc()
+    there.send(answer)
+
 
 # What an audit's process returns: None if no run may have the settings; and the reference that it trained, by its key.
 Answer = tuple[Trial | None, dict[str, AuditedRun]]

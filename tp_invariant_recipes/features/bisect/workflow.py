@@ -18,8 +18,14 @@ from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_rep
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.features import check
-from tp_invariant_recipes.features.bisect.first_divergence import distances, module_of, operation, worth_dumping
-from tp_invariant_recipes.features.bisect.result import BisectResult, NothingToTrain
+from tp_invariant_recipes.features.bisect.result import (
+    BisectResult,
+    NothingToTrain,
+    distances,
+    module_of,
+    operation,
+    worth_dumping,
+)
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.launch import local, resume
 from tp_invariant_recipes.launch.local import Watch

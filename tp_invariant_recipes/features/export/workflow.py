@@ -20,7 +20,7 @@ from tp_invariant_recipes.launch import local, ranks, trust
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.machine.progress import Counter, busy
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.numerics.megatron.adapters.adapted_layers import ROW_PARALLEL
+from tp_invariant_recipes.numerics.megatron.covered_layers import ROW_PARALLEL
 from tp_invariant_recipes.reading import parse_object, read_limited
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import checkpoints

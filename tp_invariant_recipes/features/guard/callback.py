@@ -21,10 +21,9 @@ from megatron.core import parallel_state
 
 from tp_invariant_recipes.check.guard import SHADOW, rank_distance
 from tp_invariant_recipes.errors import HardwareFault
-from tp_invariant_recipes.features.guard.judge import Judge, Reporter, WrongBits, described
+from tp_invariant_recipes.features.guard.judge import Judge, Reporter, SampledProducts, WrongBits, described
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
 from tp_invariant_recipes.features.guard.optimizer import Adam
-from tp_invariant_recipes.features.guard.products import SampledProducts
 from tp_invariant_recipes.features.guard.shadow import (
     Recompute,
     ReplicaPair,

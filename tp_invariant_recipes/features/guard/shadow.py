@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tp_invariant_recipes.features.guard.judge import WrongBits
-from tp_invariant_recipes.features.guard.shard_recording import (
+from tp_invariant_recipes.features.guard.memory import (
     BACKWARD,
     FORWARD,
     BatchedSite,
@@ -36,7 +36,7 @@ from tp_invariant_recipes.features.guard.shard_recording import (
 )
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.megatron import data_parallel
-from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
+from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 from tp_invariant_recipes.observe.shards import unwrapped
 from tp_invariant_recipes.observe.union import gathered
 from tp_invariant_recipes.replacement import Replacement, applied

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
-from tp_invariant_recipes.features.inference.batches import LEAST, padded
-from tp_invariant_recipes.features.rollouts.cache import SCRATCH
-from tp_invariant_recipes.features.rollouts.schedule import Span
+from tp_invariant_recipes.features.inference.rank import LEAST, padded
+from tp_invariant_recipes.features.rollouts.schedule import SCRATCH, Span
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import cross_entropy

@@ -7,25 +7,31 @@ that `tpi score` and a training's forward pass compute.
 
 import sys
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tp_invariant_recipes.check import finetuning
+from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError, refuse
-from tp_invariant_recipes.features.rollouts.cache import BLOCK, Blocks
+from tp_invariant_recipes.features.inference.rank import loaded_for_inference
+from tp_invariant_recipes.features.rollouts import prompts
 from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, drawn, new_cache, shape_of
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
-from tp_invariant_recipes.features.rollouts.schedule import SampleState, Schedule
-from tp_invariant_recipes.machine import memory
+from tp_invariant_recipes.features.rollouts.schedule import BLOCK, Blocks, SampleState, Schedule
+from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.observe.union import gathered
 from tp_invariant_recipes.portable.ieee.draw import request_key
 from tp_invariant_recipes.portable.ieee.math import power_of_two
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.portable.layers import PortableDotProductAttention
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
@@ -188,7 +194,7 @@ class Engine:
         """Bytes of memory that this rank may take, those of a cache that it has included."""
         held = 2 * self._passes.cache.keys.nbytes if self._passes is not None else 0
         if self.device.type != "cuda":
-            return held + (memory.available() or sys.maxsize) // dist.get_world_size()
+            return held + (processor.available() or sys.maxsize) // dist.get_world_size()
         reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return held + reserved + torch.cuda.mem_get_info(self.device)[0]
 
@@ -244,3 +250,32 @@ def _shares(requests: abc.Sequence[Request], ranks: int) -> list[list[Request]]:
         shares[home].append(request)
         loads[home] += request.sampling.num_return_sequences * request.sampling.max_new_tokens + len(request.tokens)
     return shares
+
+
+@dataclass(frozen=True)
+class Generate:
+    """What a rank does: complete requests, and write each completion when it ends.
+
+    checkpoint: of a run; None: `config.weights.folder` has the weights. folder: of the files of completions.
+    tokenizer:  as of `sequences.tokenizer`; None: there is none. options: of `Engine`.
+    """
+
+    config: RunConfig
+    checkpoint: Path | None
+    requests: Sequence[Request]
+    folder: Path
+    tokenizer: str | None
+    options: Mapping[str, Any]
+
+    def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
+        """Raise RunError: a log-probability is no number."""
+        from megatron.core import parallel_state as state
+
+        decode = sequences.tokenizer(self.tokenizer).decode if self.tokenizer else None
+        with loaded_for_inference(self.config, self.checkpoint) as model:
+            # Not sooner: the launcher imports this module, and Megatron is imported quietly, by start/bridge.py.
+
+            writes = state.get_tensor_model_parallel_rank() == 0
+            rank = state.get_data_parallel_rank()
+            write = prompts.writer(self.folder, rank, self.requests, decode) if writes else None
+            Engine(model, decode=decode, **self.options).generate(self.requests, write)

@@ -10,18 +10,91 @@ read "metadata", such as the answer to a question.
 
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.data.sequences import Codec
 from tp_invariant_recipes.data.tokenizer import BYTE_EOD
-from tp_invariant_recipes.errors import ConfigError, TpiError, reason, refuse
-from tp_invariant_recipes.features.rollouts.requests import SHOWN, Request, Sampling
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, reason, refuse
+from tp_invariant_recipes.features.inference import output
+from tp_invariant_recipes.features.rollouts.requests import SHOWN, Completion, Request, Sampling
 from tp_invariant_recipes.reading import MIB, TOKENS, parse_json, parse_object, read_limited, read_lines
+from tp_invariant_recipes.runs.run_dir import writing
 from tp_invariant_recipes.settings.keys import nearest
+
+PARTS = "part-*.jsonl"
+COLUMNS = ("logprobs", "ranks")
+Place = tuple[str, int]  # a request's id, and a sample
+
+
+def writer(
+    folder: Path, rank: int, requests: Sequence[Request], decode: Callable[[list[int]], str] | None
+) -> Callable[[Completion], None]:
+    """Return what appends a completion to the file of a data-parallel rank; it raises RunError."""
+    prompt = {request.id: request.tokens for request in requests}
+    file = folder / PARTS.replace("*", str(rank))
+    stream = file.open("ab", buffering=0)
+
+    def append(completion: Completion) -> None:
+        data = line(prompt[completion.request], completion, decode)
+        with writing(file, "--out FILE"):
+            if stream.write(data) != len(data):  # `places` cuts off the rest
+                raise RunError(f"cannot write {file}: the disk is full, or a limit of its size is reached")
+
+    return append
+
+
+def line(prompt: Sequence[int], completion: Completion, decode: Callable[[list[int]], str] | None) -> bytes:
+    """Format one line. decode: None: there is no tokenizer."""
+    tokens = [*completion.tokens]
+    name = f"{completion.request}[{completion.sample}]"
+    values = np.array([completion.log_probabilities, completion.ranks], np.float64)
+    start = {
+        "id": name, "request": completion.request, "sample": completion.sample, "prompt_token_ids": [*prompt],
+    }  # fmt: skip
+    scored = output.line(sequences.Sequence(name, tokens, 0), values, COLUMNS, start)
+    end: dict[str, object] = {"finish_reason": completion.finish_reason}
+    if decode is not None:
+        end["text"] = decode(tokens)
+    if completion.digests:
+        end["digests"] = [f"{digest & (2**64 - 1):016x}" for digest in completion.digests]
+    return scored[:-2] + b", " + json.dumps(end)[1:].encode() + b"\n"
+
+
+def places(folder: Path) -> dict[Place, tuple[Path, int, int]]:
+    """Where the completions are: file, first byte, bytes. A torn last line is cut off. RunError: a line is none."""
+    where: dict[Place, tuple[Path, int, int]] = {}
+    for part in sorted(folder.glob(PARTS)):
+        output.complete(part)
+        at = 0
+        try:
+            for _, data in read_lines(part):
+                row = parse_object(data, most=TOKENS)
+                where[row["request"], row["sample"]] = part, at, len(data)
+                at += len(data)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{part} is damaged: {reason(error)}; remove it, and --resume computes it again") from error
+    return where
+
+
+def join(file: Path, requests: Sequence[Request], where: dict[Place, tuple[Path, int, int]]) -> None:
+    """Write the lines of all completions, in the order of the requests, to the disk. Raises RunError."""
+    with writing(file, "--out FILE"), file.open("wb") as whole:
+        for request in requests:
+            for sample in range(request.sampling.num_return_sequences):
+                part, at, size = where[request.id, sample]
+                with part.open("rb") as stream:
+                    stream.seek(at)
+                    whole.write(stream.read(size))
+        whole.flush()
+        os.fsync(whole.fileno())
+
 
 SHORT_NAMES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "stop": "stop_strings"}
 NAMES = (*(field.name for field in fields(Sampling)), *SHORT_NAMES)  # of what is sampled

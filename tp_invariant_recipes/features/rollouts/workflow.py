@@ -22,9 +22,9 @@ from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
 from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.features.inference.model import FileJob, model_of
-from tp_invariant_recipes.features.rollouts import lines, prompts, requests
-from tp_invariant_recipes.features.rollouts.cache import BLOCK
+from tp_invariant_recipes.features.rollouts import prompts, requests
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
+from tp_invariant_recipes.features.rollouts.schedule import BLOCK
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.result import Result
@@ -194,12 +194,12 @@ class Progress:
     def __init__(self, folder: Path) -> None:
         self.folder, self.completions, self.tokens, self.seconds = folder, 0, 0, 0.0
         self._started: float | None = None
-        self._read = {part: part.stat().st_size for part in folder.glob(lines.PARTS)}
+        self._read = {part: part.stat().st_size for part in folder.glob(prompts.PARTS)}
         self._before = len(self._read)
 
     def __call__(self) -> None:
         """Read what is new."""
-        for part in self.folder.glob(lines.PARTS):
+        for part in self.folder.glob(prompts.PARTS):
             with part.open("rb") as stream:
                 stream.seek(self._read.get(part, 0))
                 data = stream.read()
@@ -222,12 +222,12 @@ class Progress:
 
 def execute(generation: Generation, show: Callable[[int, int, str], None] = lambda *_: None) -> GenerateResult:
     """Complete what is not completed yet. show: told completions, of how many, and the speed. Raises as `generate`."""
-    from tp_invariant_recipes.features.rollouts.rank import Generate
+    from tp_invariant_recipes.features.rollouts.engine import Generate
 
     folder = generation.partial.path
     with locked(generation.partial):
         output.claim(folder / "rollouts.json", generation.identity, "rollouts")
-        where = lines.places(folder)
+        where = prompts.places(folder)
         if where and not generation.request.resume:
             raise RunError(f"{folder} has {len(where)} of {generation.count} completions: --resume, or remove it")
         remaining = [request for request in generation.requests if not _is_done(request, where)]
@@ -245,7 +245,7 @@ def execute(generation: Generation, show: Callable[[int, int, str], None] = lamb
             config, checkpoint = generation.plan.config, generation.checkpoint
             do = Generate(config, checkpoint, remaining, folder, generation.tokenizer, engine)
             whole = generation.completes(tick, do)
-            where = lines.places(folder)
+            where = prompts.places(folder)
             if not whole:
                 raise Interrupted(
                     f"stopped: {len(where)} of {generation.count} completions are written; --resume continues"
@@ -254,12 +254,12 @@ def execute(generation: Generation, show: Callable[[int, int, str], None] = lamb
         if len(where) != generation.count:
             raise RunError(f"{folder} has {len(where)} of {generation.count} completions; --resume continues")
         file = folder / "rollouts.jsonl"
-        lines.join(file, generation.requests, where)
+        prompts.join(file, generation.requests, where)
         output.publish(file, generation.out, generation.identity)
     shutil.rmtree(folder, ignore_errors=True)
     speed = round(written.speed) if written.speed else None
     return GenerateResult(generation.out, generation.count, written.tokens, round(written.seconds, 2), speed)
 
 
-def _is_done(request: Request, where: dict[lines.Place, Any]) -> bool:
+def _is_done(request: Request, where: dict[prompts.Place, Any]) -> bool:
     return all((request.id, sample) in where for sample in range(request.sampling.num_return_sequences))

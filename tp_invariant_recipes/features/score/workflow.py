@@ -243,8 +243,7 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> ScoreResult:
 
     tick: called about ten times a second. Raises a TpiError; Interrupted: Ctrl-C, and the same command goes on.
     """
-    from tp_invariant_recipes.features.score.head import Wanted
-    from tp_invariant_recipes.features.score.rank import TIMES, Score, tokens_per_second
+    from tp_invariant_recipes.features.score.rank import TIMES, Score, Wanted, tokens_per_second
 
     folder = scoring.partial
     with locked(folder):

@@ -18,10 +18,9 @@ from tp_invariant_recipes.compare.result import report
 from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, stock_remark, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import described, readable
-from tp_invariant_recipes.ledger.layouts import ranks
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.ledger.run_files import RunFile, ranks
 from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import attempts

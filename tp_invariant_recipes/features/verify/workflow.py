@@ -10,8 +10,8 @@ from typing import Any
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import Override, check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError, refuse
-from tp_invariant_recipes.features.verify import matrix
 from tp_invariant_recipes.features.verify.cells import (
+    Choice,
     Problems,
     cell_of,
     compose_cells,
@@ -21,11 +21,11 @@ from tp_invariant_recipes.features.verify.cells import (
     lengths,
     named,
     plan_cells,
+    spread,
     that_fit,
     with_enough_shards,
     with_equal_shards,
 )
-from tp_invariant_recipes.features.verify.matrix import Choice
 from tp_invariant_recipes.features.verify.verdict import PASSED, STOPPED, MatrixVerdict, judge, verdict_on
 from tp_invariant_recipes.launch import plan, trust
 from tp_invariant_recipes.launch.local import Outcome as Ended
@@ -80,7 +80,7 @@ def new(
     """
     requested = parse_all(overrides)
     problems, sound = check_reserved("verify", requested)
-    axes, choices = matrix.spread(sound, problems)
+    axes, choices = spread(sound, problems)
     reference = _reference(against, problems)
     if len(choices) == 1 and not problems and against is None:
         problems.append(

@@ -18,12 +18,11 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
-from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, cpu_loop, fma
+from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, by_parts, cpu_loop, fma
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import SMALL, WIDE
 from tp_invariant_recipes.kernels.products.fp8_tiles import KEPT_BITS, LEAST, PROMOTED, STEP, kind
 from tp_invariant_recipes.kernels.products.quantize import Quantized
-from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
+from tp_invariant_recipes.kernels.products.restarting_product import NAN
 
 ROUNDED_ALONE = 2**18  # numbers that one thread rounds faster than another could start
 BLOCK = 32

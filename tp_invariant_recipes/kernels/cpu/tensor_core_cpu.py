@@ -1,4 +1,4 @@
-"""The sum of kernels/products/tensor_core_sum.py on a CPU, compiled with numba.
+"""The sum of kernels/products/restarting_product.py on a CPU, compiled with numba.
 
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor
 it finds. The compiled code is kept beside this file, or in the user's cache folder.
@@ -23,10 +23,9 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts, threads
-from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop, fma
+from tp_invariant_recipes.kernels.cpu.numba_loop import by_parts, cpu_loop, fma, threads
 from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, SQUARE, split, step, transpose
-from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT_BITS, LEAST_TOP, NAN, STEP
+from tp_invariant_recipes.kernels.products.restarting_product import KEPT_BITS, LEAST_TOP, NAN, STEP
 
 WIDE = 128  # columns of a panel
 BLOCK = 16  # rows that use a step of a panel one after the other

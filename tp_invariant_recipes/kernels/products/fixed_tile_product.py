@@ -6,7 +6,7 @@ the tile. Triton compiles other binaries for other strides and alignments, which
 by 16-byte copies or single loads. The arithmetic follows from `tl.dot` on TILES and is the same in all these binaries
 (tests/unit/kernels/products/test_fixed_tile_product.py reads their instructions).
 
-On a GPU this kernel defines a product of numerics=tree; who changes a bit of it changes numerics/modes/tree.py.
+On a GPU this kernel defines a product of numerics=tree; who changes a bit of it changes numerics/tree_modes.py.
 
 On a CPU no library product promises this. There every element is the sum of k rounded products, added in order by
 elementwise operations: slow, and correct with any library and processor. CPU and GPU agree to rounding.

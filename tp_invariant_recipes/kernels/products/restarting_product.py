@@ -32,6 +32,12 @@ from tp_invariant_recipes.kernels.products.fp8_tiles import UNFUSED, kind
 from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2, Quantized
 from tp_invariant_recipes.kernels.products.restarting_kernel import OF_BLOCKS, OF_TENSORS, UNSCALED, _restarting_product
 
+STEP = 16  # products added at once
+KEPT_BITS = 25  # bits kept below the largest exponent
+LEAST_TOP = -133  # exponent of the smallest bf16 number
+NAN = 0x7FFFFFFF
+
+
 SEGMENTS = (1, 2)  # of three, the sum in order would not be the tree
 PIECES = (2, 4)  # how many one launch can add: at most one term waits in registers and one in shared memory
 TILE = 128  # rows and columns of a tile of `out`

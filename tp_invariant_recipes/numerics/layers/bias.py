@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.row_sums import token_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import reduce_weight_gradient, weight_gradient

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.row_sums import folding_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.delta_rule import CHUNK, EPSILON, Heads, delta_rule_backward, delta_rule_forward
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.row_sums import folding_sum
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side
 
 

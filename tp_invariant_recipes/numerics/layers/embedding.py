@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.kernels.row_add import add_rows
+from tp_invariant_recipes.kernels.row_sums import add_rows
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, is_leaf, weight_gradient
 
 # Attributes of a weight: sums of lookups apart from main_grad, [contexts, rows, h] fp32.

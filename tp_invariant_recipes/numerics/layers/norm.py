@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.kernels.centred_rows import centred_rows
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from tp_invariant_recipes.kernels.row_sums import centred_rows
 from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.sums.data_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.experts.experts import (
     ACTIVATION,
@@ -21,11 +22,9 @@ from tp_invariant_recipes.numerics.layers.experts.experts import (
 )
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats import Format
-from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
-from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
+from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8, Mxfp8
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
-from tp_invariant_recipes.numerics.layers.linear import linear
-from tp_invariant_recipes.numerics.layers.linear.linear import norm_column_parallel
+from tp_invariant_recipes.numerics.layers.linear import norm_column_parallel
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormKernels, NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.products.operands import Split

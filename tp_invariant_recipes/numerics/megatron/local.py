@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
-from tp_invariant_recipes.kernels import swiglu as kernel
+from tp_invariant_recipes.kernels import activations as kernel
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import cross_entropy
 from tp_invariant_recipes.numerics.layers.embedding import lookup

@@ -32,7 +32,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.numerics.megatron.hybrid_layers import AHEAD, LAYERS, SEPARATOR
+from tp_invariant_recipes.numerics.megatron.covered_layers import AHEAD, LAYERS, SEPARATOR
 from tp_invariant_recipes.replacement import resolve_own
 
 FP8_PREFIX = "Fp8"  # before the name of a layer whose products are in FP8
@@ -43,34 +43,34 @@ SUBSTITUTES = {
     "RowParallelLinear": "numerics.megatron.local:InvariantRowParallelLinear",
     "WrappedTorchNorm": "numerics.megatron.local:InvariantNorm",
     "MambaMixer": "numerics.megatron.families.mamba:InvariantMambaMixer",
-    "TEColumnParallelLinear": "numerics.megatron.te.wrappers:InvariantTEColumnParallelLinear",
-    "TELayerNormColumnParallelLinear": "numerics.megatron.te.wrappers:InvariantTELayerNormColumnParallelLinear",
-    "TERowParallelLinear": "numerics.megatron.te.wrappers:InvariantTERowParallelLinear",
-    "TENorm": "numerics.megatron.te.wrappers:InvariantTENorm",
-    "_TENormWithResidual": "numerics.megatron.te.wrappers:InvariantTERMSNorm",
-    "MoELayer": "numerics.megatron.moe.router:InvariantMoELayer",
-    "TopKRouter": "numerics.megatron.moe.router:InvariantTopKRouter",
-    "SequentialMLP": "numerics.megatron.moe.router:InvariantSequentialMLP",
-    "TEGroupedMLP": "numerics.megatron.te.wrappers:InvariantTEGroupedMLP",
+    "TEColumnParallelLinear": "numerics.megatron.te_wrappers:InvariantTEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear": "numerics.megatron.te_wrappers:InvariantTELayerNormColumnParallelLinear",
+    "TERowParallelLinear": "numerics.megatron.te_wrappers:InvariantTERowParallelLinear",
+    "TENorm": "numerics.megatron.te_wrappers:InvariantTENorm",
+    "_TENormWithResidual": "numerics.megatron.te_wrappers:InvariantTERMSNorm",
+    "MoELayer": "numerics.megatron.router:InvariantMoELayer",
+    "TopKRouter": "numerics.megatron.router:InvariantTopKRouter",
+    "SequentialMLP": "numerics.megatron.router:InvariantSequentialMLP",
+    "TEGroupedMLP": "numerics.megatron.te_wrappers:InvariantTEGroupedMLP",
     "DotProductAttention": "numerics.megatron.local:InvariantDotProductAttention",
-    "TEDotProductAttention": "numerics.megatron.te.wrappers:InvariantTEDotProductAttention",
+    "TEDotProductAttention": "numerics.megatron.te_wrappers:InvariantTEDotProductAttention",
     "LatentAttention": "numerics.megatron.attention.latent_attention:InvariantLatentAttention",
     "LatentDotProductAttention": "numerics.megatron.attention.latent_attention:InvariantLatentDotProductAttention",
     "DuplicatedLinear": "numerics.megatron.attention.latent_attention:InvariantDuplicatedLinear",
-    "TELinear": "numerics.megatron.te.wrappers:InvariantTEDuplicatedLinear",
+    "TELinear": "numerics.megatron.te_wrappers:InvariantTEDuplicatedLinear",
     "MultiTokenPredictionLayer": "numerics.megatron.multi_token:InvariantMultiTokenPredictionLayer",
     "OLMoESelfAttention": "numerics.megatron.families.layers:InvariantOLMoESelfAttention",
     "Gemma3DotProductAttention": "numerics.megatron.families.layers:InvariantGemma3DotProductAttention",
-    "Gemma3TEDotProductAttention": "numerics.megatron.te.wrappers:InvariantGemma3TEDotProductAttention",
+    "Gemma3TEDotProductAttention": "numerics.megatron.te_wrappers:InvariantGemma3TEDotProductAttention",
     "PlainRMSNorm": "numerics.megatron.local:InvariantRMSNorm",
     "GatedDeltaNet": "numerics.megatron.families.delta_net:InvariantGatedDeltaNet",
     "RowParallelLinearLayerNorm": "numerics.megatron.families.layers:InvariantRowParallelLinearLayerNorm",
-    "TERowParallelLinearLayerNorm": "numerics.megatron.te.wrappers:InvariantTERowParallelLinearLayerNorm",
+    "TERowParallelLinearLayerNorm": "numerics.megatron.te_wrappers:InvariantTERowParallelLinearLayerNorm",
 }
 # Norms of queries or keys, or of a gated delta net's heads, which the specification's field tells from other norms.
 HEAD_NORMS = {
     "WrappedTorchNorm": "numerics.megatron.local:InvariantHeadNorm",
-    "TENorm": "numerics.megatron.te.wrappers:InvariantTEHeadNorm",
+    "TENorm": "numerics.megatron.te_wrappers:InvariantTEHeadNorm",
     "PlainRMSNorm": "numerics.megatron.local:InvariantHeadNorm",
 }
 # Classes in a stock specification whose invariant classes derive first from FP8_MIXIN where products are in FP8.

@@ -24,7 +24,8 @@ class UnlikeBits:
 def expected(sample: Sample) -> Tensor:
     """Return what the sample's result must be: [nodes, n, m] of its dtype, on the CPU where the sample is.
 
-    kernels/products/tensor_core_sum.py defines a product of DEFINED; one of LIBRARY is the same call on the same shape.
+    kernels/products/restarting_product.py defines a product of DEFINED; one of LIBRARY is the same call on the same
+    shape.
     """
     if sample.kind == REPEATED:
         return sample.a[None]

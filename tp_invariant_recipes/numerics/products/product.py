@@ -5,10 +5,36 @@ many lie beside it, so all shards of a rank share a launch. On a CPU no library 
 product of its own by definition, on shapes that no t changes (numerics/products/cpu.py).
 """
 
+from functools import cache
+from itertools import permutations
+
+import torch
 from torch import Tensor
 
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.kernels.products.fixed_tile_product import TILES, fixed_tile_product
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.products import cpu, defined, sampling
 from tp_invariant_recipes.numerics.products.operands import Split
+
+LARGE = 2.0**40
+PLACES = 4  # of k in a tile, each in a step of its own of a tensor core; two tiles
+
+
+@cache
+def require_order(device: str) -> None:
+    """Compute both kinds of tiles, once a process and device. Raises RunError: k is walked in another order."""
+    for dtype, tile in TILES.items():
+        step = tile["TILE_K"] // PLACES
+        chosen = torch.tensor(list(permutations(range(2 * PLACES), 3)), device=device)
+        values = torch.tensor((LARGE, -LARGE, 1.0), device=device).expand(chosen.shape)
+        a = torch.zeros(len(chosen), 2 * PLACES * step, device=device).scatter_(1, chosen * step, values).to(dtype)
+        sums = fixed_tile_product(a, a.new_ones(a.shape[1], 16), torch.empty(len(a), 16, device=device))
+        if (sums != (chosen[:, 2:] == chosen.amax(1, keepdim=True))).any():
+            raise RunError(
+                f"numerics=tree: fixed tiles of {dtype} do not add products in the order of k on {device}, as compiled "
+                f"by Triton {installed('triton')}; install the version of the lock file"
+            )
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Split = 1, add: bool = False) -> Tensor:

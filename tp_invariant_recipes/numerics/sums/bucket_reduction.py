@@ -16,6 +16,7 @@ each shard over the data-parallel ranks, then the shards:
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,38 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums.tree import Moving
+
+
+@dataclass(frozen=True)
+class SequencePass:
+    """A forward pass over one sequence of a row, and its backward pass, which may compute the forward pass again.
+
+    row, number: of the row in this process, and of the sequence in its row.
+    idle:        whether the pass only takes part in the experts' exchanges: it routes no token, and counts nowhere.
+    loss_share:  factor of an auxiliary loss: the sequence's part of the row's tokens, where the main loss is a row's
+                 mean; 1 where losses are divided by the tokens of a step.
+    metric_share: factor of an auxiliary loss in the log, which has one value a row.
+    """
+
+    row: int
+    number: int
+    idle: bool = False
+    loss_share: float = 1.0
+    metric_share: float = 1.0
+
+
+_current: list[SequencePass | None] = [None]
+
+
+def current() -> SequencePass | None:
+    """Return the pass that runs; None: rows are not packed."""
+    return _current[0]
+
+
+def enter(now: SequencePass | None) -> None:
+    """Begin a pass, or end the last one of a row."""
+    _current[0] = now
+
 
 PIECE = 2**24  # numbers that are on their way together; two pieces in fp32 take 128 MiB
 

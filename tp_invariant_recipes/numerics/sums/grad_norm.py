@@ -20,7 +20,7 @@ rounded, to fp32.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import torch
@@ -31,7 +31,57 @@ from torch.distributed.tensor import DTensor
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels import grad_norm as kernels
-from tp_invariant_recipes.numerics.sums.pending_norm import PendingNorm, pending
+
+# Optimizers whose step is under way.
+_under_way: list[Any] = []
+
+
+class PendingNorm:
+    """A norm that the GPU may still be computing. What Megatron's step does with a norm waits for it."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+
+    @cached_property
+    def value(self) -> float:
+        """The number."""
+        return self._read()
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __add__(self, other: float) -> float:
+        return self.value + other
+
+    def __gt__(self, other: float) -> bool:
+        return self.value > other
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def pending(read: Callable[[], float]) -> PendingNorm | float:
+    """Return the norm that `read` waits for: pending for a step of `reading_late`, for all others the number."""
+    return PendingNorm(read) if _under_way else read()
+
+
+def reading_late(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for ChainedOptimizer.step of megatron.core.optimizer.optimizer, made from that function.
+
+    Its caller gets a number.
+    """
+
+    @wraps(original)
+    def step(self: Any) -> tuple[bool, float | None, int | None]:
+        _under_way.append(self)
+        try:
+            updated, norm, zeros = original(self)
+        finally:
+            _under_way.pop()
+        return updated, None if norm is None else float(norm), zeros
+
+    return step
+
 
 INFINITE = 0x7F800000  # the bits of inf; the bits of any NaN, without the sign, are larger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +104,7 @@ def chained_grad_norm(self: Any) -> PendingNorm | float:
     """Replace ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
 
     With experts there are two optimizers, each with its own group of ranks; the layout decides each one's parameters.
-    returns: in the step of numerics/sums/pending_norm.py a norm that is read when it is used.
+    returns: in the step of numerics/sums/grad_norm.py a norm that is read when it is used.
     """
     chained = self.chained_optimizers
     parts = [

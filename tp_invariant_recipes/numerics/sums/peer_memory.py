@@ -6,7 +6,7 @@ work runs; then each rank adds its inbox in tree order, with the bits of numeric
     barrier      the peers have read their inboxes of the use before
     push         slice r of the node to rank r, own ones stay
     barrier      all slices have arrived
-    add          kernels/peer_add.py
+    add          kernels/tree_add.py
 
 Both barriers wait on the stream, and nothing else orders one use of the memory and the next, so that CUDA graphs may be
 replayed in any order. A group has one buffer for sums; what begins while another sum is in it goes by NCCL.
@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.peer_add import peer_add
-from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.kernels.tree_add import peer_add, tree_add
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.start.cache import CLOCK, KERNELS

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.token_sum import token_sum
-from tp_invariant_recipes.numerics.sums import packed_rows
+from tp_invariant_recipes.kernels.row_sums import token_sum
+from tp_invariant_recipes.numerics.sums import bucket_reduction
 from tp_invariant_recipes.numerics.sums.expert_groups import visited
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce, tree_sums
@@ -105,7 +105,7 @@ def separate_metrics(original: Callable[..., None]) -> Callable[..., None]:
 
 def keep(rows: Rows, value: Tensor) -> None:
     """Keep the value of the micro-batch that runs, or of the sequence of a packed row."""
-    now = packed_rows.current()
+    now = bucket_reduction.current()
     if now is not None and now.idle:
         return
     row, number = (visited(len(rows)), 0) if now is None else (now.row, now.number)

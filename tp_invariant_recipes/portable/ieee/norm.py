@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
-from tp_invariant_recipes.kernels.folding_sum import leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.row_sums import leaves_of
 from tp_invariant_recipes.portable.ieee.math import (
     fold_columns,
     fold_rows,

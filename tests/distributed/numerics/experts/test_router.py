@@ -15,7 +15,7 @@ def _router(invariant=True, shards=1, **fields):
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
+    from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 
     contexts = fields.pop("context_shards", 1)
     config = TransformerConfig(

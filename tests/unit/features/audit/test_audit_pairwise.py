@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from tp_invariant_recipes.features.audit.pairwise import MOST, Covering, pairs, shrunk
+from tp_invariant_recipes.features.audit.cells import MOST, Covering, pairs, shrunk
 
 AXES = (
     ("tp=2", "tp=2 sp=false"), ("dp=2",), ("mbs=2",), ("loss",), ("sinks",), ("adam", "muon"), ("masks",), ("eval",),

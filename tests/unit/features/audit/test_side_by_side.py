@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tp_invariant_recipes.errors import Interrupted, RunError
-from tp_invariant_recipes.features.audit.side_by_side import SideBySide
+from tp_invariant_recipes.features.audit.trial import SideBySide
 from tp_invariant_recipes.launch.ranks import Stop
 
 

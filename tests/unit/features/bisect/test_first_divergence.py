@@ -18,7 +18,7 @@ from tests.unit.compare.ledgers import OTHER as OTHER_LOSS
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.magnitude import magnitude
 from tp_invariant_recipes.features.bisect import workflow as bisect
-from tp_invariant_recipes.features.bisect.first_divergence import distances, module_of, operation, worth_dumping
+from tp_invariant_recipes.features.bisect.result import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import Parameter, Traced
 from tp_invariant_recipes.ledger.reader import Ledger

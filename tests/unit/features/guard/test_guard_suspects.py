@@ -2,8 +2,8 @@
 
 import pytest
 
+from tp_invariant_recipes.features.guard.memory import first_unlike
 from tp_invariant_recipes.features.guard.shadow import ReplicaPair, first_of, narrowed, of_replicas
-from tp_invariant_recipes.features.guard.shard_recording import first_unlike
 
 NORM, QKV = "forward pass of decoder.layers.0.input_layernorm", "forward pass of decoder.layers.0.linear_qkv"
 OUTPUT = "backward pass at the input of output_layer"

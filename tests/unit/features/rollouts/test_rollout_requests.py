@@ -12,7 +12,7 @@ import torch
 from tests import examples
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, RunError
-from tp_invariant_recipes.features.rollouts import lines, prompts, requests
+from tp_invariant_recipes.features.rollouts import prompts, requests
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, Sampling
 from tp_invariant_recipes.features.score import engine_scores
 
@@ -222,7 +222,7 @@ def completion(name="a", sample=0, tokens=(9, 2), digests=()):
 
 
 def test_a_line_is_a_sequence_and_a_row_of_an_engine():
-    line = lines.line((5, 6), completion(digests=(-1, 3)), lambda ids: f"{ids}")
+    line = prompts.line((5, 6), completion(digests=(-1, 3)), lambda ids: f"{ids}")
     assert json.loads(line) == {
         "id": "a[0]", "request": "a", "sample": 0, "prompt_token_ids": [5, 6], "token_ids": [9, 2],
         "logprobs": [-1.25, -0.5], "ranks": [2, 1], "bits": ["bfa00000", "bf000000"], "sum": -1.75,
@@ -231,32 +231,32 @@ def test_a_line_is_a_sequence_and_a_row_of_an_engine():
     assert sequences.parse(line, 1, 100, None) == [sequences.Sequence("a[0]", [5, 6, 9, 2], 2)]
     rollout = engine_scores.parse(json.loads(line), 1)
     assert (rollout.id, rollout.tokens, rollout.logprobs) == ("a[0]", [9, 2], [-1.25, -0.5])
-    assert "text" not in json.loads(lines.line((5,), completion(), None))
+    assert "text" not in json.loads(prompts.line((5,), completion(), None))
 
 
 def test_completions_come_in_order_from_the_files_of_ranks(tmp_path):
     rows = [{"id": "b", "tokens": [5], "n": 2}, {"id": "a", "tokens": [6]}, {"id": "c", "tokens": [7]}]
     asked = read(tmp_path, rows)
-    first, second = (lines.writer(tmp_path, rank, asked, None) for rank in (0, 1))
+    first, second = (prompts.writer(tmp_path, rank, asked, None) for rank in (0, 1))
     second(completion("a"))
     first(completion("b", 1))
     first(completion("b", 0))
-    where = lines.places(tmp_path)
+    where = prompts.places(tmp_path)
     assert where.keys() == {("a", 0), ("b", 0), ("b", 1)}
     (tmp_path / "part-1.jsonl").open("ab").write(b'{"id": "c[0]", "requ')  # cut by a kill
-    assert lines.places(tmp_path).keys() == where.keys()
-    lines.writer(tmp_path, 1, asked, None)(completion("c"))
-    lines.join(tmp_path / "whole", asked, lines.places(tmp_path))
+    assert prompts.places(tmp_path).keys() == where.keys()
+    prompts.writer(tmp_path, 1, asked, None)(completion("c"))
+    prompts.join(tmp_path / "whole", asked, prompts.places(tmp_path))
     whole = (tmp_path / "whole").read_bytes().splitlines()
     assert [json.loads(line)["id"] for line in whole] == ["b[0]", "b[1]", "a[0]", "c[0]"]
     (tmp_path / "part-1.jsonl").open("ab").write(b"{}\n")
     with pytest.raises(RunError, match="is damaged"):
-        lines.places(tmp_path)
+        prompts.places(tmp_path)
 
 
 def test_a_full_disk_is_one_message(tmp_path):
     """What was written before stays, and no part of a line beside it."""
-    append = lines.writer(tmp_path, 0, read(tmp_path, [{"id": "a", "tokens": [5], "n": 2}]), None)
+    append = prompts.writer(tmp_path, 0, read(tmp_path, [{"id": "a", "tokens": [5], "n": 2}]), None)
     append(completion("a"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "part-0.jsonl").stat().st_size
@@ -268,7 +268,7 @@ def test_a_full_disk_is_one_message(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert lines.places(tmp_path).keys() == {("a", 0)}
+    assert prompts.places(tmp_path).keys() == {("a", 0)}
     assert (tmp_path / "part-0.jsonl").stat().st_size == size
 
 

@@ -5,9 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from tp_invariant_recipes.features.rollouts.cache import SCRATCH, Blocks, prefixes
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
-from tp_invariant_recipes.features.rollouts.schedule import SampleState, Schedule
+from tp_invariant_recipes.features.rollouts.schedule import SCRATCH, Blocks, SampleState, Schedule, prefixes
 
 
 def sequences(count=9, seed=0, longest=40):

@@ -11,7 +11,7 @@ import pytest
 from tests.ledgers import record, write
 from tp_invariant_recipes.config.overrides import parse_all, texts
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.features.verify import matrix
+from tp_invariant_recipes.features.verify import cells
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.ledger.digests import Parameter
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 def spread_cells(*overrides: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[str]]:
     problems: list[str] = []
-    _, choices = matrix.spread(parse_all(overrides), problems)
+    _, choices = cells.spread(parse_all(overrides), problems)
     return [(choice.name, choice.label, texts(choice.overrides)) for choice in choices], problems
 
 

@@ -7,13 +7,12 @@ from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
-from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.row_sums import token_sum
 from tp_invariant_recipes.numerics.layers.experts import experts
 from tp_invariant_recipes.numerics.layers.experts.expert_adapters import adapter_linear
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
-from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
-from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
+from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8, Mxfp8
 from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, PLAIN
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 

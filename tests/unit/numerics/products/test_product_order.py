@@ -5,8 +5,8 @@ import torch
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.products.fixed_tile_product import TILES, fixed_tile_product
-from tp_invariant_recipes.numerics.modes.tree import MODE
-from tp_invariant_recipes.numerics.products import order
+from tp_invariant_recipes.numerics.products import product
+from tp_invariant_recipes.numerics.tree_modes import TREE
 
 
 def backwards(k, tile):
@@ -15,7 +15,7 @@ def backwards(k, tile):
 
 def two_steps_swapped(k, tile):
     """The second and the third quarter of every tile."""
-    step = tile // order.PLACES
+    step = tile // product.PLACES
     swapped = (0, 2, 1, 3)
     return [start + swapped[i // step] * step + i % step for start in range(0, k, tile) for i in range(tile)]
 
@@ -27,11 +27,11 @@ def tiles_swapped(k, tile):
 @pytest.fixture(autouse=True)
 def anew(monkeypatch):
     """Not what an earlier test has found."""
-    monkeypatch.setattr(order, "require_order", order.require_order.__wrapped__)
+    monkeypatch.setattr(product, "require_order", product.require_order.__wrapped__)
 
 
 def test_tiles_that_walk_k_in_order_pass():
-    order.require_order("cpu")
+    product.require_order("cpu")
 
 
 @pytest.mark.parametrize("dtype", TILES, ids=str)
@@ -43,9 +43,9 @@ def test_another_order_is_refused_by_name(monkeypatch, other, dtype):
             a, b = a[:, k], b[k]
         return fixed_tile_product(a, b, out)
 
-    monkeypatch.setattr(order, "fixed_tile_product", reordered)
+    monkeypatch.setattr(product, "fixed_tile_product", reordered)
     with pytest.raises(RunError, match=rf"fixed tiles of {dtype} do not add products in the order of k on cpu.*Triton"):
-        order.require_order("cpu")
+        product.require_order("cpu")
 
 
 def test_a_sum_in_two_parts_is_refused(monkeypatch):
@@ -56,14 +56,14 @@ def test_a_sum_in_two_parts_is_refused(monkeypatch):
         fixed_tile_product(a[:, half:], b[half:], second)
         return out.copy_(first + second)
 
-    monkeypatch.setattr(order, "fixed_tile_product", split)
+    monkeypatch.setattr(product, "fixed_tile_product", split)
     with pytest.raises(RunError):
-        order.require_order("cpu")
+        product.require_order("cpu")
 
 
 def test_tree_asks_on_a_gpu_only(monkeypatch):
     asked = []
-    monkeypatch.setattr(order, "require_order", asked.append)
-    MODE.require_machine(None)
-    MODE.require_machine(1)
+    monkeypatch.setattr(product, "require_order", asked.append)
+    TREE.require_machine(None)
+    TREE.require_machine(1)
     assert asked == ["cuda:1"]

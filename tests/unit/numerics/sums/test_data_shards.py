@@ -8,8 +8,7 @@ import torch
 
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics.layers import embedding
-from tp_invariant_recipes.numerics.layers.linear import linear
+from tp_invariant_recipes.numerics.layers import embedding, linear
 from tp_invariant_recipes.numerics.megatron import data_parallel
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.expert_groups import order_of_visits

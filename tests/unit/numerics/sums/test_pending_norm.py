@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from tp_invariant_recipes.numerics.sums.pending_norm import PendingNorm, pending, reading_late
+from tp_invariant_recipes.numerics.sums.grad_norm import PendingNorm, pending, reading_late
 
 CLIP = 1.0
 ORIGINAL = ChainedOptimizer.step

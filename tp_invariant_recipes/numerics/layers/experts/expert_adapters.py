@@ -24,7 +24,7 @@ from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 from tp_invariant_recipes.numerics.layers.experts.experts import of_batches
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
-from tp_invariant_recipes.numerics.layers.linear.linear import add_slice
+from tp_invariant_recipes.numerics.layers.linear import add_slice
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 

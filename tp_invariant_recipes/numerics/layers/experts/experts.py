@@ -13,19 +13,49 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
-from tp_invariant_recipes.kernels.token_sum import token_sum
-from tp_invariant_recipes.kernels.weighted_activation import (
+from tp_invariant_recipes.kernels.activations import (
     Clamped,
     Kind,
     weighted_activation,
     weighted_activation_backward,
 )
+from tp_invariant_recipes.kernels.row_sums import folding_sum, token_sum
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats import Format
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
-from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of, reduce_weight_gradient
+
+
+def token_gate(out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
+    """out · sigmoid(x · w) in fp32, rounded once.
+
+    out, x: [s/t, b, h], this rank's part of the sequence. weight: [1, h], whole on every rank.
+    returns: out's shape and dtype.
+    """
+    return _TokenGate.apply(out, x, weight, mesh)
+
+
+class _TokenGate(LayerFunction):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
+        sums = folding_sum(x.float() * weight.float(), -1)
+        # A CPU's exp is another one for the last numbers of a tensor, which fill no vector: chunks have one shape.
+        score = torch.cat([part.sigmoid() for part in sums.chunk(mesh.local_chunks)]).unsqueeze(-1)
+        ctx.save_for_backward(out, x, weight, score)
+        ctx.mesh = mesh
+        return (out.float() * score).to(out.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        out, x, weight, score = ctx.saved_tensors
+        dy = gradients[0].float()
+        slope = folding_sum(dy * out.float(), -1).unsqueeze(-1) * score * (1.0 - score)
+        leaves = token_sum((slope * x.float()).flatten(0, -2), ctx.mesh.local_chunks)
+        dw = reduce_weight_gradient(weight, leaves, ctx.mesh, everywhere=False)
+        return (dy * score).to(out.dtype), (slope * weight.float()).to(x.dtype), dw, None
+
 
 Weights = Sequence[Tensor]
 Adapter = Callable[[Tensor, Batches], Tensor]
@@ -45,7 +75,7 @@ def mark_separate(experts: torch.nn.Module) -> None:
 
 
 class Activation(NamedTuple):
-    """Forward and backward pass of the experts' activation, as of kernels/weighted_activation.py."""
+    """Forward and backward pass of the experts' activation, as of kernels/activations.py."""
 
     forward: Callable[[Tensor, Tensor, Any], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
@@ -57,7 +87,7 @@ SIGMOID = {"silu": 1.0, "quick_gelu": 1.702}  # gated activations -> the factor 
 
 
 def activation_kind(config: Any) -> Kind | None:
-    """Return the experts' activation in kernels/weighted_activation.py; None: that module lacks it."""
+    """Return the experts' activation in kernels/activations.py; None: that module lacks it."""
     limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
     name, plain = config.activation_func.__name__, limit is None and not offset
     if name == "squared_relu" and plain and not config.gated_linear_unit:

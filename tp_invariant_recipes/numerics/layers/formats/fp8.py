@@ -29,9 +29,16 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized, of_groups
-from tp_invariant_recipes.numerics.layers.formats.plain import Reduced, require_single_sequence, sizes_of
+from tp_invariant_recipes.numerics.layers.formats.plain import (
+    Plain,
+    Products,
+    Reduced,
+    require_single_sequence,
+    sizes_of,
+)
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.products import cublas, fp8, quantize
 from tp_invariant_recipes.numerics.products.operands import Split
@@ -41,6 +48,54 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+
+
+@dataclass(frozen=True)
+class Mxfp8(Plain):
+    """products: of the rounded operands. gradients: their type. keeps: a backward pass will need the input."""
+
+    gradients: torch.dtype = E5M2
+    keeps: bool = True
+
+    @classmethod
+    def from_layers(cls, layers: Fp8Layers, products: Products) -> Self:
+        """Read the arithmetic from a configuration's layers."""
+        return cls(products, E5M2 if layers.gradients == "e5m2" else E4M3)
+
+    def for_layer(self, x: Tensor, *weights: Tensor) -> Self:
+        """As Plain's."""
+        require_single_sequence(x)
+        return self.for_experts(*weights)
+
+    def for_experts(self, *weights: Tensor) -> Self:
+        """As Plain's."""
+        keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        return replace(self, keeps=keeps)
+
+    def from_input(
+        self, x: Tensor, gathers: bool = False, groups: Groups | None = None
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """As Plain's."""
+        rows, columns = mxfp8.sides(x, E4M3, True, self.keeps and not gathers, groups)
+        return rows, (columns,) if self.keeps else ()
+
+    def from_gradient(
+        self, dy: Tensor, mesh: VirtualMesh | None, wants_rows: bool, wants_columns: bool, groups: Groups | None = None
+    ) -> tuple[Any, Any]:
+        """As Plain's."""
+        whole = dy if mesh is None else all_gather(dy, mesh)
+        return mxfp8.sides(whole, self.gradients, wants_rows, wants_columns, groups)
+
+    def columns(self, kept: Sequence[Tensor], tokens: Tensor | None) -> Any:
+        """As Plain's."""
+        return kept[0] if tokens is None else mxfp8.along_columns(tokens, E4M3)
+
+    def across(self, weights: Sequence[Tensor], *, forward: bool) -> Sequence[Any]:
+        """As Plain's."""
+        if len(weights) == 1:
+            return [(mxfp8.along_rows if forward else mxfp8.along_columns)(weights[0], E4M3)]
+        return mxfp8.of_weights(weights, rows=forward)
+
 
 ATTRIBUTE = "fp8"  # attribute of a weight
 

@@ -6,7 +6,7 @@
     fp8.py       codes and scales                    numerics/products/fp8.py         nodes of the tree
     gathered.py  the numbers                         fixed tiles                      the operands
 
-numerics/layers/linear/linear.py and numerics/layers/experts/experts.py say which products a layer needs. A side is
+numerics/layers/linear.py and numerics/layers/experts/experts.py say which products a layer needs. A side is
 an operand of a sum over features (`rows`) or over tokens (`columns`).
 
 On a GPU the lowest levels of the tree cost little (numerics/products/contraction.py): one launch adds up to four

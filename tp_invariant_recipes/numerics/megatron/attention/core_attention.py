@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.row_sums import token_sum
 from tp_invariant_recipes.numerics.layers.attention import Core, HeadExchange, attention, attention_of_each
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.sums import data_shards

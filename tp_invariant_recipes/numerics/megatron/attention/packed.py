@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.sums import packed_rows
-from tp_invariant_recipes.numerics.sums.packed_rows import SequencePass
+from tp_invariant_recipes.numerics.sums import bucket_reduction
+from tp_invariant_recipes.numerics.sums.bucket_reduction import SequencePass
 
 BY_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask")  # [1, tokens]
 WITHOUT = ("decoder_input", "inference_context", "inference_params", "padding_mask", "output_processor")
@@ -98,14 +98,14 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
         if received is not None:
             part = received[now.number]
             model.decoder.set_input_tensor(part.detach().requires_grad_() if now.idle else part)
-        packed_rows.enter(now)
+        bucket_reduction.enter(now)
         output = original(model, **(_uncounted(each[now.number]) if now.idle else each[now.number]))
         output = _Marked.apply(output, now) if output.requires_grad else output
         if now.idle:
             idle.append(output)
         else:
             outputs[now.number] = output
-    packed_rows.enter(None)
+    bucket_reduction.enter(None)
     dim = 1 if model.post_process else 0
     _fill(outputs, sizes, dim)
     return _Joined.apply(dim, idle, *outputs, *idle) if idle else torch.cat(outputs, dim)  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def ready_at_the_end(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def register_grad_ready(self: Any, *args: Any, **kwargs: Any) -> None:
-        if packed_rows.current() is None or not _recomputing[0]:
+        if bucket_reduction.current() is None or not _recomputing[0]:
             original(self, *args, **kwargs)
 
     return register_grad_ready
@@ -176,7 +176,7 @@ class _Marked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        packed_rows.enter(ctx.now)
+        bucket_reduction.enter(ctx.now)
         return gradients[0], None
 
 

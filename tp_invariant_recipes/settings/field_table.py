@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,3 +171,29 @@ def rows() -> list[dict[str, Any]]:
     """Return a row per model, as `config.describe.model` makes it, in the order of names."""
     table: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return table
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service, by fields of Bridge's section `logger`.
+
+    module: what Bridge imports. extra: of this package, which brings it.
+    project, run_name: fields for `logging.project` and the run's name.
+    signs: fields that Bridge takes for a wish to log there, whatever `logging=` says.
+    """
+
+    module: str
+    extra: str
+    project: str
+    run_name: str
+    signs: tuple[str, ...]
+
+
+SERVICES = {
+    "wandb": Service("wandb", "wandb", "wandb_project", "wandb_exp_name", ("wandb_project",)),
+    "mlflow": Service("mlflow", "mlflow", "mlflow_experiment", "mlflow_run_name",
+                      ("mlflow_description", "mlflow_experiment", "mlflow_run_name", "mlflow_tags",
+                       "mlflow_tracking_uri")),
+    "comet": Service("comet_ml", "comet", "comet_project", "comet_experiment_name",
+                     ("comet_experiment_name", "comet_project", "comet_tags", "comet_workspace")),
+}  # fmt: skip

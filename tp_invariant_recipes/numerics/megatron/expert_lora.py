@@ -27,7 +27,7 @@ from tp_invariant_recipes.numerics.layers.experts.expert_adapters import adapter
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 from tp_invariant_recipes.numerics.layers.experts.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
-from tp_invariant_recipes.numerics.megatron.moe.router import InvariantSequentialMLP
+from tp_invariant_recipes.numerics.megatron.router import InvariantSequentialMLP
 
 
 class _OfExperts:

@@ -50,7 +50,7 @@ class Tree(mode.Mode):
     def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
         """Any machine will do whose fixed tiles walk k in order: products are defined on the one at hand."""
         if gpu is not None:
-            from tp_invariant_recipes.numerics.products.order import require_order
+            from tp_invariant_recipes.numerics.products.product import require_order
 
             require_order(f"cuda:{gpu}")
 
@@ -73,4 +73,27 @@ class Tree(mode.Mode):
         return cross_entropy.LIBRARY
 
 
-MODE = Tree()
+TREE = Tree()
+
+
+class Gather(Tree):
+    """Equal bits for every tp. Norms, the cross entropy and gradients are those of `tree`."""
+
+    name: str = "gather"
+    covers: frozenset[str] = frozenset({mode.FP64_NORM})
+    graphs: frozenset[str] = frozenset()
+    tries_products: bool = False
+    gathers_operands: bool = True
+
+    def definition(self, device: str) -> str | None:
+        """None: its kernel of fixed tiles has no version."""
+        return None
+
+    def operands(self) -> "Plain":
+        """Whole operands on every rank."""
+        from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
+
+        return GATHERED
+
+
+GATHER = Gather()

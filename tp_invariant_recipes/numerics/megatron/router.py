@@ -23,15 +23,14 @@ from torch import Tensor
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
-from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.row_sums import folding_sum, token_sum
 from tp_invariant_recipes.numerics.layers.bias import row_bias
+from tp_invariant_recipes.numerics.layers.experts.experts import token_gate
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches, InvariantTokenDispatcher
-from tp_invariant_recipes.numerics.layers.experts.token_gate import token_gate
 from tp_invariant_recipes.numerics.megatron import spec
 from tp_invariant_recipes.numerics.megatron.base import ExpertsForward, OnMesh, adapter_of
 from tp_invariant_recipes.numerics.products.product import product
-from tp_invariant_recipes.numerics.sums import packed_rows
+from tp_invariant_recipes.numerics.sums import bucket_reduction
 from tp_invariant_recipes.numerics.sums.expert_groups import visited
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce, tree_sums
@@ -129,7 +128,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         if padding_mask is not None:
             raise NotImplementedError("a padding mask has no invariant version")
         probs, routing_map = super().routing(logits)
-        now = packed_rows.current()
+        now = bucket_reduction.current()
         if now is not None and now.idle:
             return probs, torch.zeros_like(routing_map)
         if self.capacity[0] is not None:
@@ -164,7 +163,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """[n, E] → the same, with ST-MoE's loss (arXiv 2202.08906): the mean over tokens of log(Σ exp(logits))²."""
-        coefficient, now = self.config.moe_z_loss_coeff, packed_rows.current()
+        coefficient, now = self.config.moe_z_loss_coeff, bucket_reduction.current()
         counts = self.training and torch.is_grad_enabled() and not (now is not None and now.idle)
         if not (coefficient and counts):
             return logits
@@ -218,7 +217,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 
         scores, routing_map: [n, E], the sequences side by side, token by token. sequences: 1 for all together.
         """
-        coefficient, now = self.get_aux_loss_coeff(kind), packed_rows.current()
+        coefficient, now = self.get_aux_loss_coeff(kind), bucket_reduction.current()
         if coefficient == 0 or (now is not None and now.idle):
             return probs
         scores, routing_map = (values.reshape(-1, sequences * self.num_experts) for values in (scores, routing_map))

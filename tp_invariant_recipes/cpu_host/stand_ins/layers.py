@@ -1,0 +1,213 @@
+"""What Megatron's gated delta net takes of flash-linear-attention, in plain torch, for a CPU: the kernels need a GPU.
+
+The rule itself is Megatron-Core's own torch function, `torch_chunk_gated_delta_rule`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.cpu_host.stand_ins import mamba
+from tp_invariant_recipes.replacement import Replacement
+
+_PACKAGE = "megatron.core.ssm.gated_delta_net"
+_NEEDS_GPU = "flash-linear-attention's kernels may be installed but need a GPU"
+
+
+def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x²) + eps) over a dimension in fp32, `fla.modules.l2norm.l2norm`. returns: x's shape and dtype."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **unused: Any
+) -> tuple[Tensor, None]:
+    """Return a causal convolution per channel, `fla.modules.convolution.causal_conv1d`.
+
+    x: [batch, seq, channels]; weight: [channels, width]; bias: [channels]. returns: x's shape and dtype, and no state.
+    Raises NotImplementedError for packed sequences.
+    """
+    if unused.get("cu_seqlens") is not None:
+        raise NotImplementedError("packed sequences in gated delta nets on a CPU")
+    return mamba.causal_conv1d(x.transpose(1, 2), weight, bias, activation).transpose(1, 2), None
+
+
+def _rule(original: Any) -> Any:
+    from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
+
+    return torch_chunk_gated_delta_rule
+
+
+DELTA_NET = (
+    Replacement(f"{_PACKAGE}.common:HAVE_FLA", lambda _: True, _NEEDS_GPU),
+    Replacement(f"{_PACKAGE}.common:l2norm", lambda _: l2norm, _NEEDS_GPU),
+    Replacement(f"{_PACKAGE}.gdn:causal_conv1d", lambda _: causal_conv1d, _NEEDS_GPU),
+    Replacement(f"{_PACKAGE}.gdn:chunk_gated_delta_rule", _rule, _NEEDS_GPU),
+)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear layer that every rank holds whole, for its slice of the tokens. Transformer Engine's TELinear has this
+    mode, and Megatron-Core's local layers have not. Megatron sums the ranks' gradients (`sequence_parallel`)."""
+
+    def __init__(self, inputs: int, features: int, *, config: Any, init_method: Any, **_: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = torch.nn.Parameter(
+            torch.empty(features, inputs, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.__dict__["sequence_parallel"] = config.sequence_parallel
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As Megatron saves a module without this method; Bridge asks an adapted layer for it."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[s/t, b, k] → [s/t, b, n], and None as bias."""
+        return torch.nn.functional.linear(x, self.weight), None
+
+
+def _state_before_loading(original: Any) -> Callable[[Any], dict[str, Any]]:
+    """Megatron asks a distributed optimizer for its step before it loads a checkpoint, and where the rank has none of
+    its parameters. Transformer Engine's Adam has no step then; of torch's Megatron demands one.
+    """
+    import torch
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if not parameters:
+            groups = self.optimizer.state_dict()["param_groups"]
+            kept = [{name: group[name] for name in group if name != "params"} | {"step": 0.0} for group in groups]
+            return {"optimizer": {"param_groups": kept}}
+        if not self.optimizer.state:
+            for parameter in parameters:
+                moments = {key: torch.zeros_like(parameter.data) for key in self.optimizer_state_keys}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return original(self)
+
+    return state_dict
+
+
+def _separate_steps(original: Any) -> Callable[[Any, Any], None]:
+    """Megatron loads one tensor as the step of all parameters; torch's Adam would add to it once for each."""
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _without_step(original: Any) -> Callable[[Any, Any, dict[str, Any]], None]:
+    """Among what belongs to a parameter Megatron also looks for its step, which a checkpoint has once for all."""
+    return lambda self, parameter, tensors: original(self, parameter, {"step": None} | tensors)
+
+
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+ADAM = (
+    Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", lambda _: True,
+        "Megatron prefers Transformer Engine's"),
+    Replacement(f"{_DISTRIBUTED}.state_dict", _state_before_loading, "torch's Adam has no step before its first one"),
+    Replacement(f"{_DISTRIBUTED}.load_state_dict", _separate_steps,
+        "torch's Adam counts steps for each parameter, in place"),
+    Replacement(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", _without_step,
+        "torch's Adam keeps a step for each parameter, a checkpoint one for all"),
+)  # fmt: skip
+
+
+class CentredRMSNorm(torch.nn.RMSNorm):
+    """x / sqrt(mean(x²) + eps) · (1 + weight) in fp32, rounded once, as Transformer Engine has it."""
+
+    def reset_parameters(self) -> None:
+        """Set the factor to 1."""
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, h] → the same."""
+        weight = self.weight.float() + 1.0
+        return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+
+
+def _torch_norm(original: Any) -> staticmethod:
+    """Return a local norm. It marks the weight for sequence parallelism as Transformer Engine's does."""
+
+    def build(
+        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
+    ) -> torch.nn.Module:
+        kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
+        centred = kind is torch.nn.RMSNorm and config.layernorm_zero_centered_gamma
+        norm = (CentredRMSNorm if centred else kind)(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(build)
+
+
+NORM = (
+    Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _torch_norm,
+        "the local norm refuses sequence parallelism, persist_layer_norm and weights centred at zero"),
+)  # fmt: skip
+
+
+_ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+
+
+def _built_for_single_rank(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, config: Any, *args: Any, **more: Any) -> None:
+        if not _stock(config):
+            return original(self, config, *args, **more)
+        shards, config.context_parallel_size = config.context_parallel_size, 1
+        try:
+            original(self, config, *args, **more)
+        finally:
+            config.context_parallel_size = shards
+
+    return __init__
+
+
+def _over_all_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **more: Any) -> Tensor:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        group = parallel_state.get_context_parallel_group()
+        if group.size() == 1 or not _stock(self.config):
+            return original(self, query, key, value, mask, *args, **more)
+        own = rows(len(query) * group.size(), group.size())
+        order = torch.cat(own).argsort()
+        whole = (gather_from_sequence_parallel_region(x, group=group)[order] for x in (query, key, value))
+        return original(self, *whole, None, *args, **more)[own[group.rank()]]  # a causal mask is the default
+
+    return forward
+
+
+def _stock(config: Any) -> bool:
+    """Whether a model has Megatron's numerics: the invariant attention gathers keys by itself."""
+    return getattr(config, "invariant_mode", None) is None
+
+
+def rows(length: int, shards: int) -> list[Tensor]:
+    """Each context-parallel rank's positions, int64 [length/shards]: one chunk from the front, one from the back."""
+    chunks = torch.arange(length).chunk(2 * shards)
+    return [torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(shards)]
+
+
+_WHY = "stock context parallelism is otherwise Transformer Engine's, and no audit on a CPU would see its losses"
+CONTEXT_ATTENTION = (
+    Replacement(f"{_ATTENTION}.__init__", _built_for_single_rank, _WHY),
+    Replacement(f"{_ATTENTION}.forward", _over_all_ranks, _WHY),
+)

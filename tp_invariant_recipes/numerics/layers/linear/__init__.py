@@ -1,1 +1,0 @@
-"""Linear layers: column- and row-parallel products in each precision."""

@@ -1,1 +1,0 @@
-"""LoRA on Megatron's layers and experts."""

@@ -1,1 +1,0 @@
-"""Megatron's mixture of experts: the layer and its router."""

@@ -1,1 +1,0 @@
-"""Transformer Engine: Megatron-Core's wrappers of it, and its own modules."""
