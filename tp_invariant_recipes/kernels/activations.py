@@ -1,7 +1,7 @@
-"""SwiGLU of bf16 or fp32 numbers on a GPU, with the bits that torch's compiler gives Megatron's functions: in fp32,
-rounded once.
+"""SwiGLU, and activations weighted by the router's probabilities, with the bits of Megatron's functions.
 
-Importing that compiler and compiling the two functions takes each rank some seconds of its start.
+`swiglu` has the bits that torch's compiler gives Megatron's functions on a GPU: fp32, rounded once. Importing that
+compiler and compiling the two functions takes each rank some seconds of its start.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,12 @@
-"""Rows less their mean: what LayerNorm does before an RMSNorm, and what its backward pass does last.
+"""Sums of rows in a given order, on a GPU and with the same bits on a CPU.
 
-A row's bits depend only on that row.
+centred_rows   rows less their mean: what LayerNorm does before an RMSNorm, and what its backward pass does last
+folding_sum    a sum over one dimension that halves it until one number is left
+row_sum        a few rows each: the experts' outputs for a token, or the gradients of its top-k assignments
+token_sum      over tokens, feature by feature, in an order that is independent of the number of features
+add_rows       rows added to chosen rows: the gradient of a table that a batch of ids was looked up in
+
+Each row's bits depend only on the rows that are added to it.
 """
 
 import torch

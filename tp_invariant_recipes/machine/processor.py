@@ -1,5 +1,6 @@
-"""The instructions with which this machine's libraries compute: bits of sums on a CPU follow from them.
+"""The machine that this process runs on: its instructions, the memory that it can still get, its network address.
 
+The instructions with which libraries compute decide the bits of sums on a CPU.
 oneDNN takes the best kind that the processor has and ONEDNN_MAX_CPU_ISA allows (its page "CPU Dispatcher Control").
 torch says of itself what it takes, ATEN_CPU_CAPABILITY included. MKL decides by the vendor and MKL_ENABLE_INSTRUCTIONS.
 """

@@ -1,4 +1,8 @@
-"""numerics=tree, the default: every sum that crosses ranks is a tree over virtual shards."""
+"""The modes whose sums across ranks are trees over virtual shards.
+
+numerics=tree, the default, adds partial sums. numerics=gather is the published scheme, kept as a reference: it gathers
+the operand that is split and multiplies it whole (Transformer Engine's pull request 2977, Megatron-LM's 4740).
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""Checkpoints that Megatron-Core cannot load, saves under other names, or starts a process for."""
+"""Patches of Megatron-Core: checkpoints, and gradients that it computes or adds wrongly.
+
+Some checkpoints Megatron-Core cannot load, saves under other names, or starts a process for.
+"""
 
 from __future__ import annotations
 

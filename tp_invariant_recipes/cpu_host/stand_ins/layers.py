@@ -1,6 +1,6 @@
-"""What Megatron's gated delta net takes of flash-linear-attention, in plain torch, for a CPU: the kernels need a GPU.
+"""Layers in plain torch for a CPU, where Megatron takes Transformer Engine, Apex or flash-linear-attention.
 
-The rule itself is Megatron-Core's own torch function, `torch_chunk_gated_delta_rule`.
+The rule of the gated delta net itself is Megatron-Core's own torch function, `torch_chunk_gated_delta_rule`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One audit of a campaign."""
+"""The audits of a campaign, several at a time, each in a process that starts ranks of its own."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What `tpi bisect` found."""
+"""What `tpi bisect` found: the first tensor that differs in two traces of a step, and the verdict about it."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
