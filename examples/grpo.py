@@ -1,8 +1,8 @@
 """GRPO on a toy task: what is the sum of two digits? Rollouts and trainer compute the same bits, in any layout.
 
-    python examples/grpo.py run.dir=runs/grpo-1                 # any key=value of tpi train; iters=60 is the default
-    python examples/grpo.py run.dir=runs/grpo-2 tp=2
-    tpi compare runs/grpo-1 runs/grpo-2                         # identical: one ledger
+    torchrun --nproc-per-node 1 examples/grpo.py runs/grpo-1             # then any key=value of tpi train, as iters=20
+    torchrun --nproc-per-node 2 examples/grpo.py runs/grpo-2 tp=2
+    tpi compare runs/grpo-1 runs/grpo-2                                  # identical
 
 Each step samples 8 answers to each of 8 questions with the weights that it trains, and updates them by GRPO's clipped
 objective (Shao et al., "DeepSeekMath", 2024) in Bridge's own training loop. Before each update it prints the largest
@@ -12,13 +12,14 @@ A question is [a, PLUS, b, EQUALS]; the right answer is [a + b, END]. A number f
 """
 
 import json
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any
+
+import tp_invariant_recipes as tpi
 
 PLUS, EQUALS, END = 20, 21, 22  # tokens 0 to 19 are numbers
 QUESTIONS, ANSWERS = 8, 8  # of a step
@@ -43,20 +44,18 @@ def grpo(file: Path) -> Any:
     import torch
     import torch.distributed as dist
     from megatron.bridge.training import gpt_step
+    from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.state import GlobalState
 
-    from tp_invariant_recipes import rollouts
-    from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
-
-    sampling = rollouts.Sampling(
+    sampling = tpi.Sampling(
         max_new_tokens=3, do_sample=True, top_k=0, num_return_sequences=ANSWERS, seed=1, eos_token_id=(END,)
     )
 
-    class GRPO(AroundOptimizerStep):
+    class GRPO(Callback):
         """Samples before a step, and is the loss of its micro-batches."""
 
         def on_train_start(self, context: Any) -> None:
-            self.engine = rollouts.Engine(context.model)
+            self.engine = tpi.Engine(context.model)
 
         def on_train_end(self, context: Any) -> None:
             self.engine.release()  # NCCL waits for the end of CUDA graphs before it ends a group of ranks
@@ -65,7 +64,7 @@ def grpo(file: Path) -> Any:
             step = context.state.train_state.step
             draw = Random(step)
             questions = [(draw.randrange(10), PLUS, draw.randrange(10), EQUALS) for _ in range(QUESTIONS)]
-            requests = [rollouts.Request(f"{step}/{n}", tokens, sampling) for n, tokens in enumerate(questions)]
+            requests = [tpi.Request(f"{step}/{n}", tokens, sampling) for n, tokens in enumerate(questions)]
             self.engine.refit()
             with torch.no_grad():
                 answers = self.engine.generate(requests)
@@ -73,7 +72,7 @@ def grpo(file: Path) -> Any:
             self.figures = {"step": step + 1} | self.figures
             self.done, self.largest = 0, torch.zeros((), device="cuda")
 
-        def _collect(self, questions: list[Any], answers: list[rollouts.Completion]) -> None:
+        def _collect(self, questions: list[Any], answers: list[tpi.Completion]) -> None:
             """Tensors of a row an answer: tokens, labels, mask, log-probabilities of the rollout, advantage."""
             shape = len(answers), LENGTH
             self.tokens, self.labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
@@ -115,24 +114,14 @@ def grpo(file: Path) -> Any:
 
             return output, loss
 
-        @contextmanager
-        def around_optimizer_step(self) -> Iterator[None]:
+        def on_train_step_end(self, context: Any) -> None:
             if dist.get_rank() == 0:
+                row = self.figures | {"largest_log_ratio": self.largest.item()}
+                print("step {step}: largest |log-ratio| {largest_log_ratio:g}, reward {reward:.3f}".format(**row))
                 with file.open("a") as stream:
-                    stream.write(json.dumps(self.figures | {"largest_log_ratio": self.largest.item()}) + "\n")
-            yield
+                    stream.write(json.dumps(row) + "\n")
 
     return GRPO()
-
-
-def train(run_dir: Any, rank_info: Any) -> None:
-    """What each rank does."""
-    from tp_invariant_recipes.features.train import rank
-    from tp_invariant_recipes.start import bridge
-
-    bridge.load()
-    callback = grpo(run_dir.path / "rewards.jsonl")
-    rank.train(run_dir, rank_info, [callback], callback.forward_step)
 
 
 def draw_curve(run: Path) -> None:
@@ -148,38 +137,21 @@ def draw_curve(run: Path) -> None:
     figure.savefig(run / "reward.svg", bbox_inches="tight", metadata={"Date": None})
 
 
-def main(words: list[str]) -> None:
-    """Train, and print a line for each step."""
-    from tp_invariant_recipes.config.overrides import latest, parse_all
-    from tp_invariant_recipes.features.train import workflow
-    from tp_invariant_recipes.launch.local import Outcome
-    from tp_invariant_recipes.launch.record import RunRequest
-
-    request = RunRequest("qwen3_toy", tuple(latest(parse_all([*DEFAULTS, *words]))))
-    planned = request.plan(request.composed())
-    if planned.layout.world != planned.layout.tp:
-        raise SystemExit("this example counts micro-batches of one data-parallel rank: tp=N alone")
-    file, shown = planned.run_dir.path / "rewards.jsonl", 0
-
-    def show() -> None:
-        nonlocal shown
-        lines = file.read_text().splitlines() if file.exists() else []
-        for row in map(json.loads, lines[shown:]):
-            print(f"step {row['step']}: largest |log-ratio| {row['largest_log_ratio']:g}, reward {row['reward']:.3f}")
-        shown = len(lines)
-
-    workflow.check(planned)
-    outcome = workflow.execute(planned, show, rank_fn=train)
-    show()
-    if outcome is not Outcome.COMPLETED:
-        raise SystemExit(f"stopped after {shown} steps")
-    draw_curve(planned.run_dir.path)
+def main(folder: str, *words: str) -> None:
+    """Train on the ranks that torchrun has started."""
+    run = Path(folder)
+    run.mkdir(parents=True, exist_ok=True)
+    config = tpi.recipe("qwen3_toy", *DEFAULTS, *words)
+    if config.model.tensor_model_parallel_size != int(os.environ.get("WORLD_SIZE", "1")):
+        raise SystemExit("this example counts micro-batches of one data-parallel rank: start as many ranks as tp says")
+    callback = grpo(run / "rewards.jsonl")
+    tpi.pretrain(config, callback.forward_step, [callback, tpi.LedgerCallback(run)])
+    if os.environ.get("RANK", "0") == "0":
+        draw_curve(run)
 
 
 if __name__ == "__main__":
-    from tp_invariant_recipes.errors import TpiError
-
     try:
-        main(sys.argv[1:])
-    except TpiError as error:
+        main(*sys.argv[1:])
+    except tpi.TpiError as error:
         raise SystemExit(f"error: {error}") from error

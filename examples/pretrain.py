@@ -1,27 +1,28 @@
-"""Train a small GPT for three steps, with a loop of its own. torchrun --nproc_per_node TP examples/pretrain.py"""
+"""Train a small GPT for three steps, with a loop of its own. torchrun --nproc-per-node TP examples/pretrain.py
 
+On GPUs, `--stock` shows what Megatron-Core computes without tpi.invariant().
+"""
+
+import sys
 from contextlib import nullcontext
 
-import tp_invariant_recipes.invariant  # noqa: F401 -- first: it sets variables that CUDA reads when it starts
-
-# isort: split
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 
-from tp_invariant_recipes.cpu_host import cpu
-from tp_invariant_recipes.machine import gpus
+import tp_invariant_recipes as tpi
 
 SEQUENCE, VOCABULARY = 64, 256
-GPU = bool(gpus.visible())
+GPU = torch.cuda.is_available()
 
 
 def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
     dist.init_process_group("nccl" if GPU else "gloo")
     tp, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device("cuda", rank) if GPU else torch.device("cpu")
@@ -58,5 +59,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with nullcontext() if GPU else cpu.megatron_core():
+    with nullcontext() if "--stock" in sys.argv else tpi.invariant(virtual_shards=8):
         main()

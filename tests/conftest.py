@@ -116,7 +116,7 @@ LATE = (
 
 # Packages of ours that a launcher or its ranks import.
 PRELOADED = (
-    "cli", "compare", "features", "jobs", "launch", "multinode", "numerics", "observe", "patches", "portable",
+    "api", "cli", "comparison", "features", "jobs", "launch", "multinode", "numerics", "observe", "patches", "portable",
     "report", "runs", "training",
 )  # fmt: skip
 

@@ -159,7 +159,7 @@ def main() -> None:
     """See the top."""
     folder, switch, backend = Path(sys.argv[1]), *sys.argv[2:]
     os.environ |= {"NVTE_TP_INVARIANT_MODE": switch, "TPI_SHARDS": str(SHARDS)}
-    import tp_invariant_recipes.invariant  # noqa: F401
+    import tp_invariant_recipes.patch_mode  # noqa: F401
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)

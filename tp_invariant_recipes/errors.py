@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 
 class TpiError(Exception):
-    """Something the user can correct; the message says what and how."""
+    """Something the user can correct; the message says what and how.
+
+    problems: the same one by one, for a caller that has more to list.
+    """
+
+    def __init__(self, message: str = "", problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems) or (message,)
 
 
 class Interrupted(TpiError):
@@ -14,14 +21,7 @@ class Interrupted(TpiError):
 
 
 class ConfigError(TpiError):
-    """The configuration is wrong; lists every problem and the key that corrects each.
-
-    problems: the same one by one, for a caller that has more to list.
-    """
-
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.problems = tuple(problems) or (message,)
+    """The configuration is wrong; lists every problem and the key that corrects each."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +11,12 @@ from tp_invariant_recipes.machine import terminal
 
 
 class Result(ABC):
-    """The base of every result: an exit status, lines for people and an object for programs."""
+    """The base of every result: an exit status, `str()` as the command prints it, and JSON.
+
+    indent: of the JSON; None: one line.
+    """
+
+    indent: ClassVar[int | None] = None
 
     @property
     @abstractmethod
@@ -26,6 +31,13 @@ class Result(ABC):
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
 
-    def text(self) -> str:
+    def to_json(self) -> str:
+        """Return the text that the command prints with `--json`."""
+        return terminal.json_text(self.as_json(), self.indent)
+
+    def __str__(self) -> str:
         """Return what the command prints where its output is a file."""
-        return terminal.rendered(self.lines())
+        return terminal.rendered(self.lines()).removesuffix("\n")
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # a notebook shows it like this

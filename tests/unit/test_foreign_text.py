@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.source_trees import nodes
-from tests.unit.compare.ledgers import HEADER, PARAMETERS, record, trace
+from tests.unit.comparison.ledgers import HEADER, PARAMETERS, record, trace
 from tests.unit.jobs.conftest import _state, slurm, submitted  # noqa: F401 -- fixtures
 from tests.unit.jobs.fake_slurm import now, row
 from tp_invariant_recipes.jobs import script

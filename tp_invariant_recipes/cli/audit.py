@@ -1,7 +1,6 @@
 """`tpi audit`."""
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from tp_invariant_recipes.cli.output import finish
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import bridge, needed
-from tp_invariant_recipes.text import counted
 
 
 def audit(
@@ -29,7 +27,7 @@ def audit(
     ] = None,
     recorded: Annotated[
         tuple[Path, Path] | None,
-        option("RUN REFERENCE", "Compare two recordings of tp_invariant_recipes.audit.record()."),
+        option("RUN REFERENCE", "Compare two recordings of tp_invariant_recipes.recordings.record()."),
     ] = None,
     every: Annotated[
         bool,
@@ -72,46 +70,12 @@ def audit(
         finish(launch.recorded(*recorded, directory), as_json=as_json)
     if model is None:
         raise ConfigError("missing MODEL: a model of tpi models, recipe=FILE.py:FUNCTION, or --recorded RUN REFERENCE")
-    _audit(model, list(overrides or []), reference or (), against or (), directory, keep=keep, as_json=as_json)
+    from tp_invariant_recipes.api import commands
 
-
-def _audit(
-    model: str,
-    overrides: list[str],
-    reference: Sequence[str],
-    against: Sequence[str],
-    directory: Path | None,
-    *,
-    keep: bool,
-    as_json: bool,
-) -> None:
-    """Plan and run one audit, and end with its status."""
-    from tp_invariant_recipes.features.audit import workflow as launch
-    from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.machine.progress import busy
-
-    needed.check("tpi audit", needed.TRAINING)
-    console = terminal.console_of_its_own()
-    with progress.preparing(console) as how:
-        planned = launch.new(
-            model,
-            overrides,
-            reference=reference,
-            against=against,
-            directory=directory,
-            how=how,
-        )
-    with busy(console, "importing Megatron-Bridge and checking the configurations"):
-        launch.check(planned)
-    disk, host = (f"{size / 2**30:.2g} GiB" for size in (planned.disk, planned.host))
-    terminal.print_line(
-        console,
-        f"audit directory {planned.directory.path}: about {disk} of recordings; they take {host} of host memory",
+    result = commands.audit(
+        model, *(overrides or []), reference=reference or (), against=against or (), keep=keep, directory=directory
     )
-    watch = progress.headed(
-        console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}")
-    )
-    finish(launch.execute(planned, watch, keep=keep), as_json=as_json)
+    finish(result, as_json=as_json)
 
 
 def _all(

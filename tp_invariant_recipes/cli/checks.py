@@ -116,7 +116,7 @@ def conformance(
 
 def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, recorded: bool = False) -> None:
     """Print the result of each check; exit with the status of a comparison. recorded: the device is the recording."""
-    from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
+    from tp_invariant_recipes.comparison.compare import EXIT_STATUS, Verdict
     from tp_invariant_recipes.machine.progress import busy
     from tp_invariant_recipes.portable import definition
     from tp_invariant_recipes.portable.conformance import differences

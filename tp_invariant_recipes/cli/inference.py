@@ -51,17 +51,16 @@ def score(
     tpi score ~/models/mine sequences.jsonl --against rollout.jsonl
     tpi score ~/models/mine --against rollouts.jsonl tp=2        # of tpi generate
     """
-    needed.check("tpi score", needed.TRAINING)
-    from tp_invariant_recipes.features.score import workflow
+    from tp_invariant_recipes.api import commands
 
     words = [*(overrides or [])]
     if file is not None and "=" in str(file) and not file.exists():
         file, words = None, [str(file), *words]
-    request = workflow.ScoreRequest(
-        source, file, words, out, step, tokenizer, against, tolerance, partial, batch_tokens, ranks, entropy, digest,
-        vocab,
+    result = commands.score(
+        source, file, *words, out=out, step=step, against=against, tolerance=tolerance, partial=partial, ranks=ranks,
+        entropy=entropy, digest=digest, vocab=vocab, tokenizer=tokenizer, batch_tokens=batch_tokens,
     )  # fmt: skip
-    output.finish(workflow.score(request, terminal.console_of_its_own()), as_json=as_json)
+    output.finish(result, as_json=as_json)
 
 
 def generate(

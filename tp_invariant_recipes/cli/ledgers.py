@@ -1,23 +1,15 @@
 """What reads ledgers: `tpi compare`, `tpi certify`, `tpi report` and `tpi bisect`."""
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, TrustRecipe, Verbose, argument, directory_option, flag, option
 from tp_invariant_recipes.cli.output import finish
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.machine import progress, terminal
-from tp_invariant_recipes.result import Result
-from tp_invariant_recipes.start import needed
-from tp_invariant_recipes.text import counted, single_line, visible
-
-if TYPE_CHECKING:
-    from tp_invariant_recipes.ledger.certificate import Certificate
+from tp_invariant_recipes.text import single_line, visible
 
 
 def compare(
@@ -39,26 +31,19 @@ def compare(
     tpi compare runs/a runs/b
     tpi compare runs/a other-cluster.tpicert --json
     """
-    from tp_invariant_recipes.compare.compare import UNREADABLE, compare_all
-    from tp_invariant_recipes.compare.result import CompareResult, error_report
-    from tp_invariant_recipes.ledger.open import streamed
+    from tp_invariant_recipes.api import commands
+    from tp_invariant_recipes.comparison.compare import UNREADABLE
+    from tp_invariant_recipes.comparison.result import error_report
 
     try:
-        if len(runs) < 2:
-            raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
-        with progress.Counter(terminal.console(stderr=True)) as slow:
-            first, *others = [streamed(run, progress=slow.reading(run)) for run in runs]
-            comparisons = compare_all(first, others, progress=slow.counting("comparing: step"))
+        result = commands.compared(runs, every=every)
     except LedgerError as error:
         if as_json:
             terminal.print_json(error_report(error), indent=2)
         else:
             terminal.print_line(terminal.console(stderr=True), f"not comparable: {error}")
         raise typer.Exit(UNREADABLE) from None
-    finish(CompareResult(comparisons, every), as_json=as_json, indent=2)
-
-
-_HASH = re.compile(r"[0-9a-f]{64}")
+    finish(result, as_json=as_json)
 
 
 def certify(
@@ -83,59 +68,9 @@ def certify(
     tpi certify runs/qwen3_8b-tp4-…
     tpi certify --check qwen3_8b-tp4-….tpicert --hash 5a3f…
     """
-    from tp_invariant_recipes.ledger import certificate
+    from tp_invariant_recipes.api import commands
 
-    if (run is None) == (check is None):
-        raise LedgerError("name a run directory to certify, or a certificate to check: --check FILE")
-    if check is not None:
-        if out is not None:
-            raise LedgerError("--out is where a new certificate goes; --check makes none")
-        certified = _check(check, expected)
-    else:
-        if expected is not None:
-            raise LedgerError("--hash is for checking a certificate: --check FILE --hash HASH")
-        certified = _certify(Path(str(run)), out)
-    if as_json:
-        terminal.print_json(_report(certified))
-        return
-    summary = certified.summary
-    terminal.print_text(f"{certified.path}: {certificate.summary_words(summary)}")
-    if summary["steps"] != summary["of"]:
-        terminal.print_text(f"the run has {summary['steps']} of {counted(summary['of'], 'step')}: it was not finished")
-    terminal.print_text(f"certificate hash {certified.hash}{', as expected' if expected else ''}")
-
-
-def _certify(run: Path, out: Path | None) -> "Certificate":
-    from tp_invariant_recipes.ledger import certificate
-
-    data = certificate.certify(run)
-    file = out.expanduser() if out is not None else Path(f"{run.resolve().name}{certificate.SUFFIX}")
-    try:
-        if not file.exists():
-            write_atomically(file, data)
-        elif not (file.is_file() and file.stat().st_size == len(data) and file.read_bytes() == data):
-            raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
-    except OSError as error:
-        raise LedgerError(f"cannot write {file}: {error.strerror or error}; --out FILE chooses another") from error
-    return certificate.check(file)
-
-
-def _check(file: Path, expected: str | None) -> "Certificate":
-    from tp_invariant_recipes.ledger import certificate
-
-    if expected is not None and not _HASH.fullmatch(expected.strip().lower()):
-        raise LedgerError(f"--hash {expected}: a hash has 64 hexadecimal digits")
-    certified = certificate.check(file.expanduser())
-    if expected is not None and expected.strip().lower() != certified.hash:
-        raise LedgerError(f"{file} is another certificate: its hash is {certified.hash} and not {expected}")
-    return certified
-
-
-def _report(certified: "Certificate") -> dict[str, Any]:
-    from tp_invariant_recipes.ledger.bits import described
-
-    loss = described(certified.summary["loss"])
-    return {"certificate": str(certified.path), "hash": certified.hash} | certified.summary | {"loss": loss}
+    finish(commands.certify(run, out=out, check=check, expected=expected), as_json=as_json)
 
 
 def report(
@@ -175,7 +110,7 @@ def bisect(
     run_b: Annotated[Path, argument("RUN_B", "Another run directory, which differs.")],
     directory: Annotated[Path | None, directory_option("bisect-DATE-TIME")] = None,
     referee: Annotated[bool, flag("Arbitrate which run is right.", "--referee")] = False,
-    verbose: Verbose = False,
+    _verbose: Verbose = False,
     _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
@@ -193,16 +128,6 @@ def bisect(
     tpi bisect runs/qwen3_8b-tp2-… runs/qwen3_8b-tp4-…
     tpi bisect runs/monday runs/tuesday --referee
     """
-    from tp_invariant_recipes.compare.text import verdict_line
-    from tp_invariant_recipes.features.bisect import workflow
-    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.api import commands
 
-    planned = workflow.new(run_a.expanduser(), run_b.expanduser(), directory, referee=referee)
-    if isinstance(planned, Result):
-        finish(planned, as_json=as_json)
-    needed.check("tpi bisect", needed.TRAINING)
-    console = terminal.console_of_its_own()
-    terminal.print_line(console, f"recorded: {verdict_line(planned.first)}")
-    terminal.print_line(console, f"training step {planned.step} again in {planned.directory.path}")
-    watch = progress.headed(console, lambda label, _: Text(label, style="bold"), verbose=verbose)
-    finish(workflow.execute(planned, watch), as_json=as_json)
+    finish(commands.bisect(run_a, run_b, directory=directory, referee=referee), as_json=as_json)

@@ -39,10 +39,10 @@ def show(head: Sequence[str], lines: Sequence[Line], *, numeric: Collection[str]
     terminal.console(soft_wrap=True).print(text, end="")
 
 
-def finish(result: Result, *, as_json: bool, indent: int | None = None) -> NoReturn:
+def finish(result: Result, *, as_json: bool) -> NoReturn:
     """Print a result and end with its status. Every result derives from `tp_invariant_recipes.result.Result`."""
     if as_json:
-        terminal.print_json(result.as_json(), indent)
+        terminal.print_text(result.to_json())
     else:
         terminal.print_all(terminal.console(), result.lines())
     raise typer.Exit(result.exit_status)

@@ -27,8 +27,6 @@ from tp_invariant_recipes.start import needed
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tp_invariant_recipes.config.compose import Composed
-    from tp_invariant_recipes.features.train.result import TrainResult
     from tp_invariant_recipes.launch.plan import Plan
     from tp_invariant_recipes.launch.record import RunRequest
 
@@ -44,7 +42,7 @@ def train(
     dry_run: Annotated[
         bool, flag("Check everything, print the plan and its memory, and write nothing.", "--dry-run")
     ] = False,
-    verbose: Verbose = False,
+    _verbose: Verbose = False,
     _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
@@ -69,6 +67,7 @@ def train(
     ask for Megatron's own numerics. Use the last command inside an allocation (salloc); tpi submit makes a job of its
     own.
     """
+    from tp_invariant_recipes.api import commands
     from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.launch.record import RunRequest
 
@@ -88,9 +87,9 @@ def train(
     if request.launcher == "slurm" and as_json:
         raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
     if request.launcher == "slurm":
-        _train_on_nodes(request, console, verbose=verbose)
+        _train_on_nodes(request, console)
         return
-    result = _train_here(request, console, verbose=verbose)
+    result = commands.train_here(request, console)
     if not as_json:  # beside the progress: standard output stays empty
         terminal.print_all(console, result.lines())
         raise typer.Exit(result.exit_status)
@@ -99,64 +98,23 @@ def train(
 
 def _dry_run(request: "RunRequest", console: "Console", *, as_json: bool) -> NoReturn:
     """Plan and check a run, write nothing, and print what would start."""
+    from tp_invariant_recipes.api import commands
     from tp_invariant_recipes.features.train.result import PlanResult, memory_lines
+    from tp_invariant_recipes.launch import progress
 
     composed = request.composed()
     try:
-        planned = _planned(request, composed, console, dry=True)
+        with progress.preparing(console, dry=True) as how:
+            planned = request.plan(composed, how)
     except ConfigError:  # this machine lacks something: a login node has no GPUs
         if not as_json:
             terminal.print_all(terminal.console(), memory_lines(composed))
         raise
-    _validate(planned, console)
+    commands.validate(planned, console)
     finish(PlanResult(planned), as_json=as_json)
 
 
-def _train_here(request: "RunRequest", console: "Console", *, verbose: bool) -> "TrainResult":
-    """Train on this machine."""
-    from tp_invariant_recipes.features.train import workflow as launch
-    from tp_invariant_recipes.features.train.result import TrainResult, start_lines
-    from tp_invariant_recipes.launch import progress, ranks
-
-    composed = request.composed()
-    with launch.locked_run(request, composed) as lock:
-        if lock and lock.remark:
-            terminal.print_line(console, lock.remark)
-        planned = _planned(request, composed, console)
-        _validate(planned, console)
-        terminal.print_all(console, start_lines(planned))
-        if planned.completed:
-            return TrainResult.of_run(planned, ranks.Outcome.COMPLETED)
-        with ranks.stopping() as stop, progress.watcher(planned, console, verbose=verbose) as watch:
-            outcome = launch.execute(planned, watch, stop)
-        return TrainResult.of_run(planned, outcome, interrupted=stop.interrupted)
-
-
-def _planned(request: "RunRequest", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
-    """Plan a run. Raises ConfigError: this machine lacks something."""
-    from tp_invariant_recipes.launch import progress
-
-    with progress.preparing(console, dry=dry) as how:
-        return request.plan(composed, how)
-
-
-def _validate(planned: "Plan", console: "Console") -> None:
-    """Let Megatron-Bridge validate a run that is not completed. Raises ConfigError."""
-    from tp_invariant_recipes.features.train import workflow as launch
-    from tp_invariant_recipes.machine.progress import busy
-    from tp_invariant_recipes.sizing import room
-
-    if planned.completed:
-        return
-    if tight := room.warning(planned.config, here=planned.here):
-        terminal.print_line(console, f"warning: {tight}", "yellow")
-    with busy(console, "importing Megatron-Bridge and checking the configuration"):
-        remark = launch.check(planned)
-    if remark:
-        terminal.print_line(console, f"warning: {remark}", "yellow")
-
-
-def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool) -> None:
+def _train_on_nodes(request: "RunRequest", console: "Console") -> None:
     """Run this node's part of the run. Outside of a step, replace this process by srun, which starts all nodes."""
     from tp_invariant_recipes.features.train.result import start_lines
     from tp_invariant_recipes.launch import progress, ranks
@@ -170,7 +128,7 @@ def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool)
     @contextmanager
     def watch(planned: "Plan") -> Iterator[Callable[[], None]]:
         terminal.print_all(console, start_lines(planned))
-        with progress.watcher(planned, console, verbose=verbose) as tick:
+        with progress.watcher(planned, console) as tick:
             yield tick
 
     def remark(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,37 @@ def parse(text: str | Override) -> Override:
 def parse_all(texts: Iterable[str | Override]) -> list[Override]:
     """Read all overrides of a command, in their order."""
     return [parse(text) for text in texts]
+
+
+def requested(overrides: Iterable[str | Mapping[str, object]], keys: Mapping[str, object]) -> list[Override]:
+    """Read the overrides of a program: texts, mappings of keys to values, and keywords. A tuple gives several values.
+
+    Raises ConfigError: two of them contradict each other. A value of no kind that a key takes makes a wrong override.
+    """
+    read = parse_all(text for text in overrides if isinstance(text, str))
+    for values in (*(mapping for mapping in overrides if not isinstance(mapping, str)), keys):
+        for key, value in values.items():
+            override = _of_value(key, os.fspath(value) if isinstance(value, os.PathLike) else value)
+            other = given(read, override.field)
+            if other is not None and other.value != override.value:
+                raise ConfigError(f"{other.text} and {key}={value!r} contradict each other; give one of them")
+            read.append(override)
+    return read
+
+
+def _of_value(key: str, value: object) -> Override:
+    if not _plain(value):
+        text = f"{key}={value!r:.80}"
+        return Override(text, key, key, "", False, wrong="a value is a number, text, bool, None, or lists of these")
+    return parse(f"{key}={','.join(map(value_text, value)) if isinstance(value, tuple) else value_text(value)}")
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _plain(inner) for key, inner in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def words_of_file(file: Path) -> list[str]:

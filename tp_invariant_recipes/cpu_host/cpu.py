@@ -234,6 +234,9 @@ def installed() -> Iterator[None]:
         yield
 
 
+depth: list[bool] = []  # as many as there are blocks now in which the CPU serves
+
+
 @contextmanager
 def megatron_core() -> Iterator[None]:
     """Run a program of Megatron-Core alone, without Bridge, on the CPU."""
@@ -245,6 +248,8 @@ def megatron_core() -> Iterator[None]:
 def _serving(replacements: Sequence[Replacement]) -> Iterator[None]:
     threads = torch.get_num_threads()
     with ExitStack() as stack:
+        depth.append(True)
+        stack.callback(depth.pop)
         # OMP_NUM_THREADS has the same effect, but only if torch is imported afterwards.
         torch.set_num_threads(1)
         stack.callback(torch.set_num_threads, threads)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, override
 
-from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
+from tp_invariant_recipes.comparison.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, override
 
-from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
+from tp_invariant_recipes.comparison.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.evidence import Evidence

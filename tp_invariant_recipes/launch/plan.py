@@ -148,28 +148,36 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
     refuse(lines(check_start(PendingRun(config, how.here, imported is not None, run_dir))))
     if config.weights.folder is not None:
         imported = imported or weights.read(Path(config.weights.folder)).digest()
-    data = _prepare(config.data, how)
-    config, examples = _with_examples(config)
+    config, described, data = with_data(config, how, imported)
     config = config.with_fields("run", dir=str(run_dir.path))
     config = config.with_fields("checkpoint", save=str(run_dir.checkpoints))
     config = finetuning.with_index(config, run_dir.index_cache)
-    if data is not None:
-        config = _with_data(config, data)
     config = config.with_fields("logger", **logger_fields(config, run_dir))
-    known = data or examples
-    digest = known.digest if known else _digest_of_named(config, how)
     return Plan(
         composed,
         config,
         config.layout,
         run_dir,
-        identity(config, digest, imported),
+        described,
         variables | logger_variables(config),
         here=how.here,
         data_missing=data is not None and not data.documents,
         attempts=so_far,
         text=data.source if data else "",
     )
+
+
+def with_data(
+    config: RunConfig, how: Planning = TO_TRAIN, imported: str | None = None
+) -> tuple[RunConfig, dict[str, Any], PreparedData | None]:
+    """Return the run with the files of its data, its identity, and its text, which is prepared. Raises a TpiError."""
+    data = _prepare(config.data, how)
+    config, examples = _with_examples(config)
+    if data is not None:
+        config = _with_data(config, data)
+    known = data or examples
+    digest = known.digest if known else _digest_of_named(config, how)
+    return config, identity(config, digest, imported), data
 
 
 def logger_fields(config: RunConfig, run_dir: RunDir) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The progress of a training: a live bar on a terminal, plain lines elsewhere."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine.progress import EVERY, PLAIN, Counter
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.start import cache
+from tp_invariant_recipes.start.bridge import VERBOSE
 from tp_invariant_recipes.text import counted
 
 if TYPE_CHECKING:
@@ -145,18 +147,19 @@ class Bar(Lines):
         self.bar.update(self.task, description="training", completed=event.step, figures=figures)
 
 
-def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Lines:
-    """Return the bar on a terminal, lines elsewhere; with `verbose` lines and Bridge's log."""
+def watcher(plan: Plan, console: Console) -> Lines:
+    """Return the bar on a terminal, lines elsewhere; with -v lines and Bridge's log."""
+    verbose = os.environ.get(VERBOSE) == "1"
     return Bar(plan, console) if console.is_terminal and not verbose else Lines(plan, console, log=verbose)
 
 
-def headed(console: Console, heading: Callable[[str, Plan], Text], *, verbose: bool = False) -> "Watch":
+def headed(console: Console, heading: Callable[[str, Plan], Text]) -> "Watch":
     """Print a heading before each training, then show its progress. heading: takes the training's name and plan."""
 
     @contextmanager
     def watch(name: str, plan: Plan) -> Iterator[Callable[[], None]]:
         console.print(heading(name, plan), soft_wrap=True)
-        with watcher(plan, console, verbose=verbose) as tick:
+        with watcher(plan, console) as tick:
             yield tick
 
     return watch

@@ -116,7 +116,7 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
         numerics=plan.config.section("numerics"),
         identity=plan.identity,
         identity_hash=plan.identity_hash,
-        notes=_notes(plan.config),
+        notes=notes(plan.config),
         attempts=so_far,
     )
     run_dir.write(run_dir.environment, environment.recorded(os.environ | plan.environment))
@@ -124,15 +124,15 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
     run_dir.write(run_dir.run, trust.sealed(run, run_dir.config, before))
 
 
-def _notes(config: RunConfig) -> dict[str, Any]:
+def notes(config: RunConfig) -> dict[str, Any]:
     """Get what the ledger's header says beside the parts: what was adjusted of a recipe, and the tokenizer's facts."""
-    notes: dict[str, Any] = {"adjusted": config.recipe.adjusted} if config.recipe.adjusted else {}
+    facts: dict[str, Any] = {"adjusted": config.recipe.adjusted} if config.recipe.adjusted else {}
     tokenizer = config.section("tokenizer")
     if tokenizer["tokenizer_type"] != "NullTokenizer":
-        return notes
+        return facts
     includes, size = tokenizer["vocab_includes_eod"], tokenizer["vocab_size"]
     eod = tokenizer.get("null_tokenizer_eod_id")
-    return notes | {
+    return facts | {
         "tokenizer.vocab_includes_eod": includes,
         "tokenizer.vocab_size": size,
         "tokenizer.eod": eod if eod is not None else size - includes,

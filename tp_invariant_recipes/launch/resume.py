@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.check import relations
-from tp_invariant_recipes.compare import comparability
+from tp_invariant_recipes.comparison import comparability
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST

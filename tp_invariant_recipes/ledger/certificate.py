@@ -10,18 +10,22 @@ A certificate is a zip archive of `manifest.json` and the files of MEMBERS, in t
 import hashlib
 import io
 import os
+import re
 import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError, reason
+from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger import run_files, stream
+from tp_invariant_recipes.ledger.bits import described
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
 from tp_invariant_recipes.ledger.schema import DIGESTED, canonical
 from tp_invariant_recipes.reading import MIB, Record, checked, parse_object, parse_yaml
+from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.text import counted
 
 SCHEMA = 1
@@ -39,6 +43,7 @@ _DATE = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip archive; the time of
 _SEAL = "tpi-certificate sha256:"
 _SEAL_SIZE = len(_SEAL) + 64
 _LOCAL_HEADER, _CENTRAL_HEADER, _END = 30, 46, 22  # bytes of a zip archive's records, without names and comments
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,60 @@ class CertificateManifest(Record):
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """A certificate that passed all checks. hash: sha256 of its manifest, as 64 hexadecimal digits."""
+class Certificate(Result):
+    """A certificate that passed all checks.
+
+    hash: sha256 of its manifest, as 64 hexadecimal digits. expected: whether somebody has named that hash before.
+    """
 
     path: Path
     hash: str
     summary: dict[str, Any]
     ledger: Ledger
+    expected: bool = False
+
+    @property
+    def exit_status(self) -> int:
+        """0: it was made, or is intact."""
+        return 0
+
+    def lines(self) -> Iterator[str]:
+        """Return the summary and the hash."""
+        yield f"{self.path}: {summary_words(self.summary)}"
+        if (steps := self.summary["steps"]) != (of := self.summary["of"]):
+            yield f"the run has {steps} of {counted(of, 'step')}: it was not finished"
+        yield f"certificate hash {self.hash}{', as expected' if self.expected else ''}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return path, hash and summary."""
+        named = {"certificate": str(self.path), "hash": self.hash}
+        return named | self.summary | {"loss": described(self.summary["loss"])}
+
+
+def write(run: Path, out: Path | None = None) -> Certificate:
+    """Write the certificate of a run, and check it. Raises LedgerError as `certify`, or where another file is there.
+
+    out: None: NAME.tpicert in the current directory, after the run directory NAME.
+    """
+    data, file = certify(run), out or Path(f"{run.resolve().name}{SUFFIX}")
+    try:
+        if not file.exists():
+            write_atomically(file, data)
+        elif not (file.is_file() and file.stat().st_size == len(data) and file.read_bytes() == data):
+            raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
+    except OSError as error:
+        raise LedgerError(f"cannot write {file}: {error.strerror or error}; --out FILE chooses another") from error
+    return check(file)
+
+
+def check_hash(file: Path, expected: str | None) -> Certificate:
+    """Check a certificate, and its hash where one is expected. Raises LedgerError."""
+    if expected is not None and not _HASH.fullmatch(expected.strip().lower()):
+        raise LedgerError(f"--hash {expected}: a hash has 64 hexadecimal digits")
+    certified = check(file)
+    if expected is not None and expected.strip().lower() != certified.hash:
+        raise LedgerError(f"{file} is another certificate: its hash is {certified.hash} and not {expected}")
+    return replace(certified, expected=expected is not None)
 
 
 def certify(run: Path) -> bytes:

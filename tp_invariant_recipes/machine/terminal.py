@@ -47,11 +47,15 @@ class _Surviving(io.FileIO):
         return isinstance(error, ConnectionError) or hung_up
 
 
+typed: list[str] = []  # what follows `tpi` on the command line; empty: another program calls
+
+
 def install() -> None:
-    """Make standard output and error survive their readers. A test's own stream stays.
+    """Note the command line, and make standard output and error survive their readers. A test's own stream stays.
 
     A closed standard descriptor becomes /dev/null: the next file that is opened would take its number and get output.
     """
+    typed[:] = sys.argv[1:]
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -128,9 +132,14 @@ def print_text(text: str = "", end: str = "\n") -> None:
     sys.stdout.write(visible(text) + end)
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON, in ASCII without a control character."""
+    return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
+
+
 def print_json(value: Any, indent: int | None = None) -> None:
-    """Print a value as JSON, in ASCII without a control character."""
-    print_text(json.dumps(value, indent=indent).replace("\x7f", "\\u007f"))
+    """Print a value as JSON."""
+    print_text(json_text(value, indent))
 
 
 def _stream(descriptor: int, *, line_buffering: bool, encoding: str = "utf-8", closefd: bool = False) -> TextIO:

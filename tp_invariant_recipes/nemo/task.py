@@ -1,6 +1,6 @@
 """The entry point of a task that the plugin has changed: Bridge's pretrain(), with invariant numerics and a ledger.
 
-The variables of the plugin say how. The switch for other programs (tp_invariant_recipes/invariant.py) makes the
+The variables of the plugin say how. The switch for other programs (tp_invariant_recipes/patch_mode.py) makes the
 numerics, and the callbacks of `tpi train` make the ledger.
 """
 
@@ -19,7 +19,7 @@ from tp_invariant_recipes.replacement import Replacement, applied
 
 RUNNER = "tp_invariant_recipes.nemo"
 LEDGER = "TPI_LEDGER"
-SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"  # of tp_invariant_recipes/invariant.py
+SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"  # of tp_invariant_recipes/patch_mode.py
 STATE_DIGESTS = 10  # steps between digests of the moments, as `ledger.state_digests` has it
 
 
@@ -89,7 +89,7 @@ def _environment() -> Iterator[Callable[..., None]]:
         raise ConfigError(f"{', '.join(missing)}: not set; InvariantPlugin sets them for a task")
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
-    import tp_invariant_recipes.invariant  # noqa: F401 -- its import switches on, before CUDA starts
+    import tp_invariant_recipes.patch_mode  # noqa: F401 -- its import switches on, before CUDA starts
 
     bridge.load()
     from megatron.bridge.training.pretrain import pretrain as original

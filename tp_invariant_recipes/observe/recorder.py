@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-from tp_invariant_recipes.compare import comparability
+from tp_invariant_recipes.comparison import comparability
 from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read

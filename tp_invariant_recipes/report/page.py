@@ -14,8 +14,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from tp_invariant_recipes import __version__
-from tp_invariant_recipes.compare.compare import Comparison
-from tp_invariant_recipes.compare.text import parameter_rows, remarks, verdict_line
+from tp_invariant_recipes.comparison.compare import Comparison
+from tp_invariant_recipes.comparison.text import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger.reader import Progress

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tp_invariant_recipes.compare.compare import Comparison, compare_all
+from tp_invariant_recipes.comparison.compare import Comparison, compare_all
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read

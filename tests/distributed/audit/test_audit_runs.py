@@ -67,12 +67,12 @@ def recording(folder: str, dither: int | None = None, *, wrong: bool = False):
         from megatron.bridge.training import train
 
         from tests.distributed import audit_bugs
-        from tp_invariant_recipes import audit
+        from tp_invariant_recipes import recordings
 
         step = train.train_step
 
         def recorded(forward, data, model, optimizer, *args, **more):
-            with audit.record(model, optimizer, folder, sequence=32, batch=2, dither=dither):
+            with recordings.record(model, optimizer, folder, sequence=32, batch=2, dither=dither):
                 return step(forward, data, model, optimizer, *args, **more)
 
         train.train_step = recorded

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.distributed.small_models import small
-from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.text import verdict_line
+from tp_invariant_recipes.comparison.compare import Verdict, compare
+from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.ledger.open import read
 
 pytestmark = pytest.mark.release

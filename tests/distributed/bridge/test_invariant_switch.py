@@ -10,8 +10,8 @@ import torch
 from tests.distributed.numerics.module_runs import split_of
 from tests.distributed.ranks import megatron, on_ranks, together, unequal
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.invariant import _variables, switched_on
 from tp_invariant_recipes.numerics.settings import NumericsSettings
+from tp_invariant_recipes.patch_mode import _variables, switched_on
 from tp_invariant_recipes.settings.environment import settings
 
 V, SEQUENCE, BATCH, VOCABULARY = 4, 16, 2, 64
@@ -97,9 +97,9 @@ def switched(mesh, value, function, *arguments):
     mode = "portable" if value == "portable" else "tree"
     switch = {"NVTE_TP_INVARIANT_MODE": "0" if value == "0" else "1", "TPI_SHARDS": str(V), "TPI_NUMERICS": mode}
     os.environ |= switch
-    sys.modules.pop("tp_invariant_recipes.invariant")  # this module has imported it, switched off
+    sys.modules.pop("tp_invariant_recipes.patch_mode")  # this module has imported it, switched off
     with megatron(mesh, expert_tensor_parallel_size=1):
-        import tp_invariant_recipes.invariant  # noqa: F401
+        import tp_invariant_recipes.patch_mode  # noqa: F401
 
         return function(mesh, *arguments)
 
@@ -132,7 +132,7 @@ def rollouts(mesh):
     """Completions of an engine, and of their tokens the log-probabilities of a forward pass that the trainer makes."""
     from megatron.core.transformer.module import Float16Module
 
-    from tp_invariant_recipes.rollouts import Engine, Request, Sampling
+    from tp_invariant_recipes import Engine, Request, Sampling
 
     settings = config(mesh, bf16=True, params_dtype=torch.bfloat16, **PORTABLE)
     torch.manual_seed(1)
@@ -285,7 +285,7 @@ def test_copies_of_experts_without_data_parallel_ranks_are_refused_layer_by_laye
 
 
 def test_variables_are_checked_and_those_that_cuda_started_without_are_refused(monkeypatch):
-    monkeypatch.setattr("tp_invariant_recipes.invariant._device", lambda: "gpu")
+    monkeypatch.setattr("tp_invariant_recipes.patch_mode._device", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     variables = settings("gpu", {})
     for name, value in variables.items():
@@ -329,9 +329,7 @@ def test_what_they_cannot_mean(variables):
 
 
 def test_switched_off_it_imports_nothing():
-    code = (
-        "import sys, tp_invariant_recipes.invariant as i; print([n for n in ('torch', 'megatron') if n in sys.modules])"
-    )
+    code = "import sys, tp_invariant_recipes.patch_mode; print([n for n in ('torch', 'megatron') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -341,7 +339,7 @@ def test_switched_on_before_anything_is_imported():
     """The layers a specification names must be Megatron's own, whatever was imported first."""
     code = """
 import sys
-import tp_invariant_recipes.invariant
+import tp_invariant_recipes.patch_mode
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from tp_invariant_recipes.numerics.megatron import spec

@@ -179,10 +179,10 @@ def _pretrained(mesh, switch, folder):
             self.steps.append((None if loss is None else loss.item(), float(context.grad_norm)))
 
     os.environ |= {"NVTE_TP_INVARIANT_MODE": switch, "RANK": str(mesh.rank), "WORLD_SIZE": str(mesh.size)}
-    sys.modules.pop("tp_invariant_recipes.invariant", None)
+    sys.modules.pop("tp_invariant_recipes.patch_mode", None)
     os.chdir(folder)
     with cpu.installed(), registry.applied():
-        import tp_invariant_recipes.invariant  # noqa: F401
+        import tp_invariant_recipes.patch_mode  # noqa: F401
 
         seen = Seen()
         model = (f"tp={mesh.size}", "seq=64", "iters=2", "numerics.initial_weights=invariant")

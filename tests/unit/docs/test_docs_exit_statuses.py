@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tests.source_trees import nodes
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.cli.main import app
-from tp_invariant_recipes.compare import compare
+from tp_invariant_recipes.comparison import compare
 from tp_invariant_recipes.features.verify import verdict
 
 # Verdict -> exit status, of all that give a verdict. The last two are of `tpi audit`.

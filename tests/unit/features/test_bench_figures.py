@@ -55,7 +55,7 @@ def test_figures_are_those_of_the_timed_steps():
     assert (stock.time_ratio, stock.memory_ratio) == (None, None)
     assert (tree.tokens_per_second, tree.tflops) == (8, 1)
     assert (tree.allocated_gib, tree.reserved_gib) == (4, 5)
-    assert "1.500 (1.000–2.000)" in found.text()
+    assert "1.500 (1.000–2.000)" in str(found)
     assert (stock.steps, stock.peak, stock.on) == (6, None, {})
     assert found.as_json()["modes"][1]["time_ratio"] == {"median": 1.5, "min": 1, "max": 2}
 

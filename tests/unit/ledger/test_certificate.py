@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tp_invariant_recipes.compare.compare import Verdict, compare
+from tp_invariant_recipes.comparison.compare import Verdict, compare
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.certificate import MANIFEST, MEMBERS, certify, check, open_certificate

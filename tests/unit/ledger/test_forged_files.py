@@ -19,9 +19,9 @@ from safetensors.numpy import save
 
 from tests.unit.ledger.test_certificate import sealed_archive
 from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
-from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.result import report
-from tp_invariant_recipes.compare.text import remarks, verdict_line
+from tp_invariant_recipes.comparison.compare import Verdict, compare
+from tp_invariant_recipes.comparison.result import report
+from tp_invariant_recipes.comparison.text import remarks, verdict_line
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
@@ -369,7 +369,7 @@ def evidence_of(tensors: dict[str, list[int]]) -> Callable[[Path, bytes], None]:
         """Forged metadata of tensors that are sound."""
         held = {name: np.ones(shape, np.float32) for name, shape in tensors.items()}
         (folder / "x.evidence").write_bytes(save(held, {"evidence": data.decode(errors="replace")}))
-        str(evidence_judge.judge(folder / "x.evidence").text()).encode()
+        str(evidence_judge.judge(folder / "x.evidence")).encode()
 
     return read
 
@@ -465,7 +465,7 @@ def test_the_sound_evidence_is_judged_and_what_holds_nothing_to_compute_is_not(t
     evidence_of(OF_PRODUCT)(tmp_path, as_json(replace(EVIDENCE, detector=evidence.REPLICAS).as_json()))
     result = evidence_judge.judge(tmp_path / "x.evidence")
     assert result.exit_status == 2
-    assert "not comparable: nothing was computed again" in result.text()
+    assert "not comparable: nothing was computed again" in str(result)
 
 
 @pytest.mark.parametrize("shape", ((), (4,), (2, 4), (0, 1, 4), (2, 1, 3)))

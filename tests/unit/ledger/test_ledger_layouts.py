@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.compare.ledgers import HEADER, A, ledger
-from tp_invariant_recipes.compare.compare import compare
-from tp_invariant_recipes.compare.text import remarks
+from tests.unit.comparison.ledgers import HEADER, A, ledger
+from tp_invariant_recipes.comparison.compare import compare
+from tp_invariant_recipes.comparison.text import remarks
 from tp_invariant_recipes.ledger.run_files import changes, ranks, words
 
 LAYOUT = {"cp": 1, "dp": 2, "ep": 1, "etp": 1, "pp": 1, "sp": True, "tp": 4}

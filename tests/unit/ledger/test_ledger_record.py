@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.compare.compare import Verdict, compare
+from tp_invariant_recipes.comparison.compare import Verdict, compare
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import read

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes import invariant
+from tp_invariant_recipes import patch_mode
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.mode import STOCK
@@ -158,9 +158,9 @@ def test_a_setting_is_accepted_or_refused_never_changed(environment):
 
 
 def test_the_switch_of_other_programs_refuses_flash_attn(monkeypatch):
-    monkeypatch.setattr(invariant, "_device", lambda: "gpu")
+    monkeypatch.setattr(patch_mode, "_device", lambda: "gpu")
     monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
     with pytest.raises(
         ConfigError, match=r"NVTE_TP_INVARIANT_MODE=1 does not cover this:\n  - NVTE_FLASH_ATTN=1 in the"
     ):
-        invariant.install(NumericsSettings("tree", 8))
+        patch_mode.install(NumericsSettings("tree", 8))

@@ -7,7 +7,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import FigureBase
 
-from tp_invariant_recipes.compare.deviation import KINDS, MARGIN, TensorDeviation
+from tp_invariant_recipes.comparison.deviation import KINDS, MARGIN, TensorDeviation
 from tp_invariant_recipes.features.audit.result import AuditResult, CampaignResult
 from tp_invariant_recipes.report.figures import LINES, Drawing
 from tp_invariant_recipes.report.page import html, svg

@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.compare import deviation
-from tp_invariant_recipes.compare.deviation import TensorDeviation
+from tp_invariant_recipes.comparison import deviation
+from tp_invariant_recipes.comparison.deviation import TensorDeviation
 from tp_invariant_recipes.reading import Listed, Record
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.text import counted

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.check.invariant import training as training_rules
-from tp_invariant_recipes.compare import deviation
-from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
+from tp_invariant_recipes.comparison import deviation
+from tp_invariant_recipes.comparison.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, changed, check_reserved, given, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
@@ -107,7 +107,7 @@ class Audit:
 
 def new(
     model: str,
-    overrides: Sequence[str],
+    overrides: Sequence[str | Override],
     *,
     reference: Sequence[str] = (),
     against: Sequence[str] = (),
@@ -258,7 +258,7 @@ def reference_key(audit: Audit) -> str | None:
 
 
 def recorded(run: Path, reference: Path, directory: Path | None = None) -> AuditResult:
-    """Judge two recordings of `tp_invariant_recipes.audit.record`.
+    """Judge two recordings of `tp_invariant_recipes.recordings.record`.
 
     LedgerError: one is no recording, or the reference has no dithered repetitions.
     """

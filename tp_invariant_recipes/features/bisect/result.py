@@ -7,12 +7,12 @@ from typing import Any, override
 
 from rich.text import Text
 
-from tp_invariant_recipes.compare.compare import Comparison, FirstDifference
-from tp_invariant_recipes.compare.explanation import modules_of
-from tp_invariant_recipes.compare.magnitude import DUMPED
-from tp_invariant_recipes.compare.result import comparison_json
-from tp_invariant_recipes.compare.step_order import REPLICAS
-from tp_invariant_recipes.compare.text import verdict_line
+from tp_invariant_recipes.comparison.compare import Comparison, FirstDifference
+from tp_invariant_recipes.comparison.explanation import modules_of
+from tp_invariant_recipes.comparison.magnitude import DUMPED
+from tp_invariant_recipes.comparison.result import comparison_json
+from tp_invariant_recipes.comparison.step_order import REPLICAS
+from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.features.check import Refereed
 from tp_invariant_recipes.result import Result

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
-from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
-from tp_invariant_recipes.compare.text import verdict_line
+from tp_invariant_recipes.comparison.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.comparison.explanation import run_name
+from tp_invariant_recipes.comparison.magnitude import magnitude_line, magnitude_report
+from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.features import check
 from tp_invariant_recipes.features.bisect.result import (

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.launch import resume
-from tp_invariant_recipes.launch.local import Outcome
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
@@ -103,8 +102,9 @@ def _finite(bits: str | None) -> bool:
 
 @dataclass(frozen=True)
 class TrainResult(Result):
-    """A run that ended well, or was stopped.
+    """A run as its directory shows it.
 
+    state: "completed", "stopped", "failed" … (runs/overview.py). why: of a failure.
     loss, grad_norm: of the last step; None: there is none. of: how many steps were planned.
     checkpoint: the newest that is finished. interrupted: whether Ctrl-C stopped the run.
     not_finite: the steps whose loss or gradient norm is NaN or infinite.
@@ -112,7 +112,8 @@ class TrainResult(Result):
     """
 
     run: Path
-    outcome: Outcome
+    state: str
+    why: str | None
     steps: int
     of: int
     loss: float | None
@@ -123,17 +124,18 @@ class TrainResult(Result):
     interrupted: bool = False
 
     @classmethod
-    def of_run(cls, planned: Plan, outcome: Outcome, *, interrupted: bool = False) -> "TrainResult":
-        """Read the run directory."""
-        run_dir = planned.run_dir
+    def of_run(cls, run_dir: RunDir, *, interrupted: bool = False) -> "TrainResult":
+        """Read the run directory. Raises LedgerError: its ledger is damaged."""
+        row = overview.row(run_dir.path)
         steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
         last = steps[-1] if steps else None
         saved = checkpoints.finished(run_dir.checkpoints)
         return cls(
             run=run_dir.path,
-            outcome=outcome,
+            state=row.state,
+            why=row.why,
             steps=last.step if last else 0,
-            of=planned.steps,
+            of=row.last.to_step or 0,
             loss=bits_float(last.loss) if last and last.loss else None,
             grad_norm=bits_float(last.grad_norm) if last and last.grad_norm else None,
             checkpoint=saved[-1].path if saved else None,
@@ -145,12 +147,12 @@ class TrainResult(Result):
     @property
     @override
     def exit_status(self) -> int:
-        return 130 if self.interrupted else 0
+        return 130 if self.interrupted else 0 if self.state in (overview.COMPLETED, overview.STOPPED) else 2
 
     @override
     def lines(self) -> Iterator[str]:
         figures = "" if self.loss is None else f": loss {self.loss:.4f}, gradient norm {self.grad_norm:.4f}"
-        yield f"{self.outcome.value} at step {self.steps} of {self.of}{figures}"
+        yield f"{self.state} at step {self.steps} of {self.of}{figures}{f': {self.why}' if self.why else ''}"
         if self.not_finite:
             yield (
                 f"warning: the loss or gradient norm is NaN or infinite at {counted(len(self.not_finite), 'step')}, "
@@ -163,7 +165,7 @@ class TrainResult(Result):
                 f"weights rounded: ranks have diverged; {self.run / 'ledger.jsonl'} lists the tensors and the ranks "
                 'of that step under "diverged"'
             )
-        if self.outcome is Outcome.STOPPED:
+        if self.state == overview.STOPPED:
             yield f"continue with: {shlex.join(['tpi', 'train', '--resume', str(self.run)])}"
         yield from overview.place_lines(RunDir(self.run))
 
@@ -171,7 +173,7 @@ class TrainResult(Result):
     def as_json(self) -> dict[str, Any]:
         return {
             "run": str(self.run),
-            "outcome": self.outcome.value,
+            "outcome": self.state,
             "steps": self.steps,
             "of": self.of,
             "loss": self.loss,

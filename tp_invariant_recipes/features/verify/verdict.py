@@ -11,11 +11,11 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.compare import compare
-from tp_invariant_recipes.compare.compare import Comparison, Verdict
-from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.result import report
-from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, stock_remark, verdict_line
+from tp_invariant_recipes.comparison import compare
+from tp_invariant_recipes.comparison.compare import Comparison, Verdict
+from tp_invariant_recipes.comparison.explanation import run_name
+from tp_invariant_recipes.comparison.result import report
+from tp_invariant_recipes.comparison.text import compared_values, machine_remark, remarks, stock_remark, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import described, readable
 from tp_invariant_recipes.ledger.open import read
@@ -124,6 +124,11 @@ class MatrixVerdict(Result):
     remarks: tuple[str, ...]
     advice: str | None
     interrupted: bool = False
+
+    @property
+    def cells(self) -> tuple[CellResult, ...]:
+        """The rows of the runs, without that of another ledger that they are compared with."""
+        return self.rows[1 if self.matrix.against else 0 :]
 
     @property
     @override

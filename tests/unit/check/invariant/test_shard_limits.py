@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.unit.compare.ledgers import ledger
-from tp_invariant_recipes.compare.compare import compare
-from tp_invariant_recipes.compare.text import verdict_line
+from tests.unit.comparison.ledgers import ledger
+from tp_invariant_recipes.comparison.compare import compare
+from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS, Header, identity_differences

@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.ledgers import record
-from tests.unit.compare.ledgers import LOSS, evaluated
-from tests.unit.compare.ledgers import OTHER as OTHER_LOSS
-from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
-from tp_invariant_recipes.compare.magnitude import magnitude
+from tests.unit.comparison.ledgers import LOSS, evaluated
+from tests.unit.comparison.ledgers import OTHER as OTHER_LOSS
+from tp_invariant_recipes.comparison.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.comparison.magnitude import magnitude
 from tp_invariant_recipes.features.bisect import workflow as bisect
 from tp_invariant_recipes.features.bisect.result import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.ledger import dumps

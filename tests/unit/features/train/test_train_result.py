@@ -1,12 +1,9 @@
 """What `tpi train` says at its end."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from tests.ledgers import record, write
 from tp_invariant_recipes.features.train.result import TrainResult
-from tp_invariant_recipes.launch.local import Outcome
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -32,7 +29,7 @@ NAN, INFINITE = "f32:7fc00000", "f32:7f800000"
 )
 def test_losses_that_are_no_numbers_are_a_warning(tmp_path, changes, steps, said):
     write(tmp_path, Header(identity={"model": "toy"}), [record(step, **changes.get(step, {})) for step in (1, 2, 3)])
-    ended = TrainResult.of_run(SimpleNamespace(run_dir=RunDir(tmp_path), steps=3), Outcome.COMPLETED)
+    ended = TrainResult.of_run(RunDir(tmp_path))
     assert ended.not_finite == steps
     warnings = [line for line in ended.lines() if "is NaN or infinite" in line]
     assert len(warnings) == bool(said)

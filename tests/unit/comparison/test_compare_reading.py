@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.compare.ledgers import HEADER, record
-from tp_invariant_recipes.compare import compare as compare_module
-from tp_invariant_recipes.compare.compare import compare
-from tp_invariant_recipes.compare.result import report
-from tp_invariant_recipes.compare.text import remarks
+from tests.unit.comparison.ledgers import HEADER, record
+from tp_invariant_recipes.comparison import compare as compare_module
+from tp_invariant_recipes.comparison.compare import compare
+from tp_invariant_recipes.comparison.result import report
+from tp_invariant_recipes.comparison.text import remarks
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import read, streamed

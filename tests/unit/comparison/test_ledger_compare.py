@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.compare.ledgers import tpi_compare
-from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.text import verdict_line
+from tests.unit.comparison.ledgers import tpi_compare
+from tp_invariant_recipes.comparison.compare import Verdict, compare
+from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.compare.ledgers import FC1, NAMES, PARAMETERS, STEPS, record, value
-from tests.unit.compare.ledgers import HEADER as BARE
-from tp_invariant_recipes.compare.comparability import problem, remark
-from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.text import parameter_rows
+from tests.unit.comparison.ledgers import FC1, NAMES, PARAMETERS, STEPS, record, value
+from tests.unit.comparison.ledgers import HEADER as BARE
+from tp_invariant_recipes.comparison.comparability import problem, remark
+from tp_invariant_recipes.comparison.compare import Verdict, compare
+from tp_invariant_recipes.comparison.text import parameter_rows
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.reader import Ledger, parse
 from tp_invariant_recipes.ledger.record import encode_header, encode_step

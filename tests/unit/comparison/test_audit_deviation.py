@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tp_invariant_recipes.compare import deviation, reported_norm
-from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
+from tp_invariant_recipes.comparison import deviation, reported_norm
+from tp_invariant_recipes.comparison.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.features.audit import workflow as audit
 from tp_invariant_recipes.kernels.launch import TensorPart

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tp_invariant_recipes.compare import reported_norm
-from tp_invariant_recipes.compare.reported_norm import blocks
+from tp_invariant_recipes.comparison import reported_norm
+from tp_invariant_recipes.comparison.reported_norm import blocks
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE, DumpedPart, Dumps, RankPart
 

@@ -4,12 +4,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_invariant_recipes.compare.comparability import across_machines, other_products
-from tp_invariant_recipes.compare.compare import Comparison, Verdict
-from tp_invariant_recipes.compare.explanation import LABELS, run_name
-from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line
-from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, parameter_of
-from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
+from tp_invariant_recipes.comparison.comparability import across_machines, other_products
+from tp_invariant_recipes.comparison.compare import Comparison, Verdict
+from tp_invariant_recipes.comparison.explanation import LABELS, run_name
+from tp_invariant_recipes.comparison.magnitude import DUMPED, magnitude_line
+from tp_invariant_recipes.comparison.step_order import FIELD, FIELDS, INITIAL, parameter_of
+from tp_invariant_recipes.comparison.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.reader import same_file
 from tp_invariant_recipes.ledger.run_files import changes, spans_in_words
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS

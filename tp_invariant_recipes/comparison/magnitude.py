@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.compare.compare import Comparison
+from tp_invariant_recipes.comparison.compare import Comparison
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.text import counted
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes import saved_names
-from tp_invariant_recipes.compare.step_order import (
+from tp_invariant_recipes.comparison.step_order import (
     FIELDS,
     INITIAL,
     MODEL,

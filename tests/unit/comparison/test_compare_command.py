@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.unit.compare.ledgers import (
+from tests.unit.comparison.ledgers import (
     FC1,
     FC2,
     HEADER,

@@ -6,7 +6,7 @@ for one definition of a product; versions of tpi have others on GPUs (numerics/t
 
 from collections.abc import Sequence
 
-from tp_invariant_recipes.compare.explanation import LABELS
+from tp_invariant_recipes.comparison.explanation import LABELS
 from tp_invariant_recipes.ledger.digests import in_order
 from tp_invariant_recipes.ledger.run_files import Span, spans, spans_in_words
 from tp_invariant_recipes.ledger.schema import CAPABILITY, COPIES, Header, StepRecord

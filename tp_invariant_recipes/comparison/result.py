@@ -8,11 +8,11 @@ from typing import Any, override
 from rich.table import Table
 from rich.text import Text
 
-from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, FirstDifference
-from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.magnitude import magnitude_report
-from tp_invariant_recipes.compare.step_order import FIELDS, is_float
-from tp_invariant_recipes.compare.text import (
+from tp_invariant_recipes.comparison.compare import UNREADABLE, Comparison, FirstDifference
+from tp_invariant_recipes.comparison.explanation import run_name
+from tp_invariant_recipes.comparison.magnitude import magnitude_report
+from tp_invariant_recipes.comparison.step_order import FIELDS, is_float
+from tp_invariant_recipes.comparison.text import (
     header_rows,
     parameter_line,
     parameter_rows,
@@ -118,11 +118,27 @@ class CompareResult(Result):
 
     comparisons: tuple[Comparison, ...]
     every: bool = False
+    indent = 2
 
     @property
     @override
     def exit_status(self) -> int:
         return exit_status(self.comparisons)
+
+    @property
+    def identical(self) -> bool:
+        """Whether all runs have the bits of the first one."""
+        return self.exit_status == 0
+
+    @property
+    def first_difference(self) -> FirstDifference | None:
+        """The first difference of the first comparison that has one; None: there is none."""
+        return next((comparison.first for comparison in self.comparisons if comparison.first), None)
+
+    @property
+    def text(self) -> str:
+        """The verdicts, a line for each comparison."""
+        return "\n".join(verdict_line(comparison) for comparison in self.comparisons)
 
     @override
     def as_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.compare.ledgers import (
+from tests.unit.comparison.ledgers import (
     BARE,
     EVERY_SECOND,
     FC1,
@@ -29,12 +29,12 @@ from tests.unit.compare.ledgers import (
     with_other,
     with_trace,
 )
-from tests.unit.compare.test_compare_state import STATES, ledger_with_state
-from tests.unit.compare.test_ledger_compare import HEADER as PLAIN
-from tests.unit.compare.test_ledger_compare import plain_ledger
-from tp_invariant_recipes.compare.compare import Comparison, compare
-from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.text import parameter_line, remarks, verdict_line
+from tests.unit.comparison.test_compare_state import STATES, ledger_with_state
+from tests.unit.comparison.test_ledger_compare import HEADER as PLAIN
+from tests.unit.comparison.test_ledger_compare import plain_ledger
+from tp_invariant_recipes.comparison.compare import Comparison, compare
+from tp_invariant_recipes.comparison.explanation import run_name
+from tp_invariant_recipes.comparison.text import parameter_line, remarks, verdict_line
 from tp_invariant_recipes.ledger.reader import Ledger
 
 EXPECTED = Path(__file__).parent / "sentences"

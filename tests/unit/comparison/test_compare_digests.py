@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.compare.ledgers import (
+from tests.unit.comparison.ledgers import (
     FC2,
     HEADER,
     NAMES,
@@ -19,9 +19,9 @@ from tests.unit.compare.ledgers import (
     value,
     with_trace,
 )
-from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.result import comparison_json
-from tp_invariant_recipes.compare.text import parameter_line, parameter_rows, verdict_line
+from tp_invariant_recipes.comparison.compare import Verdict, compare
+from tp_invariant_recipes.comparison.result import comparison_json
+from tp_invariant_recipes.comparison.text import parameter_line, parameter_rows, verdict_line
 
 
 @given(st.sampled_from(NAMES), st.sampled_from(("gradients", "weights")), st.integers(1, STEPS), st.integers(0, 127))

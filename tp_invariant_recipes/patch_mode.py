@@ -1,8 +1,9 @@
-"""The switch for programs that do not use our recipes: `NVTE_TP_INVARIANT_MODE=1` and `import` of this module.
+"""Patch mode, for programs that do not use our recipes: `tpi.invariant`, or an environment variable and this import.
 
+    with tpi.invariant(virtual_shards=8): ...       # builds and trains a model; tpi.invariant.enable() for good
     NVTE_TP_INVARIANT_MODE=1 TPI_SHARDS=8 torchrun … pretrain_gpt.py …   # which imports this before it builds the model
 
-TPI_NUMERICS=portable gives the bits of any machine instead of numerics=tree, and what rollouts.Engine decodes.
+TPI_NUMERICS=portable gives the bits of any machine instead of numerics=tree, and what tpi.Engine decodes.
 From then on, in this process, every GPTModel of Megatron-Core is built of invariant layers and starts from weights that
 no layout changes. Linear and LayerNormLinear of Transformer Engine that a program builds itself are invariant, too,
 from the weights that it gives them. What is not covered is refused when it is built. With the variable unset or "0"
@@ -13,11 +14,13 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from functools import wraps
 from inspect import signature
 from typing import Any
+from unittest import mock
 
 from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.check.rule import broken_rules
@@ -34,6 +37,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 SWITCH, SHARDS, NUMERICS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS", "TPI_NUMERICS"
 MODES = ("tree", "portable")
 POSITIONS = ("rope", "none")
+REDUCED = "allow_bf16_reduced_precision_reduction"  # flag of torch
 ROTARY = ("rotary_base", "rope_scaling", "rope_scaling_factor")  # arguments of GPTModel
 
 
@@ -51,8 +55,8 @@ def switched_on(variables: dict[str, str]) -> NumericsSettings | None:
     return NumericsSettings(mode, int(shards))
 
 
-def install(numerics: NumericsSettings) -> None:
-    """Make this process's Megatron-Core invariant, for good."""
+def install(numerics: NumericsSettings) -> Callable[[], None]:
+    """Make this process's Megatron-Core invariant. Returns what takes it back."""
     import torch
     from megatron.core.transformer import TransformerConfig
 
@@ -61,21 +65,27 @@ def install(numerics: NumericsSettings) -> None:
     shards = numerics.virtual_shards
     assert shards is not None, "the switch has a V"
     variables = _variables()  # before anything is changed
-    # What the layers read. A recipe sets both on its own configuration; a plain one has these.
-    TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, numerics.mode
-    os.environ.update(variables)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    modules = te_modules.replacements(shards, _refuse) if installed("transformer-engine") is not None else ()
-    of_core = (
-        row
-        for row in replacements.replacements(numerics)
-        if not row.target.startswith("megatron.bridge.")  # a program without Bridge need not have it
-    )
-    # They come last: what Megatron-Core imports by name must be its own when it is imported here.
-    apply((*_rows(numerics), *modules, *of_core))
-    if os.environ.get("RANK", "0") == "0":
-        words = f"numerics={numerics.mode}, {SHARDS}={shards}"
-        print(f"tp_invariant_recipes: {SWITCH}=1: {words}", file=sys.stderr, flush=True)
+    with ExitStack() as undo:
+        # What the layers read. A recipe sets both on its own configuration; a plain one has these.
+        for name, value in (("virtual_shards", shards), ("invariant_mode", numerics.mode)):
+            setattr(TransformerConfig, name, value)
+            undo.callback(delattr, TransformerConfig, name)
+        undo.enter_context(mock.patch.dict(os.environ, variables))
+        matmul = torch.backends.cuda.matmul
+        undo.callback(setattr, matmul, REDUCED, getattr(matmul, REDUCED))
+        setattr(matmul, REDUCED, False)
+        modules = te_modules.replacements(shards, _refuse) if installed("transformer-engine") is not None else ()
+        of_core = (
+            row
+            for row in replacements.replacements(numerics)
+            if not row.target.startswith("megatron.bridge.")  # a program without Bridge need not have it
+        )
+        # They come last: what Megatron-Core imports by name must be its own when it is imported here.
+        undo.callback(apply((*_rows(numerics), *modules, *of_core)))
+        if os.environ.get("RANK", "0") == "0":
+            words = f"numerics={numerics.mode}, {SHARDS}={shards}"
+            print(f"tp_invariant_recipes: {SWITCH}=1: {words}", file=sys.stderr, flush=True)
+        return undo.pop_all().close
 
 
 def _rows(numerics: NumericsSettings) -> tuple[Replacement, ...]:
@@ -163,6 +173,8 @@ def _checked_and_initialised(original: Callable[..., None], numerics: NumericsSe
             seed = [torch.initial_seed()]
             dist.broadcast_object_list(seed, src=0)
             initialise([self], seed=seed[0])
+        if invariant.ends:
+            self.register_forward_pre_hook(_within)
 
     return __init__
 
@@ -274,5 +286,72 @@ def _refuse(problems: list[str]) -> None:
         raise ConfigError(f"{SWITCH}=1 does not cover this:{listed}", problems)
 
 
+class Invariant:
+    """Patch mode: it makes Megatron-Core's GPTModel invariant in this process. `tpi.invariant` is the only one.
+
+    Attributes:
+        enabled: Whether it is in force.
+        ends: Whether it is in force for a block, and not for good.
+    """
+
+    enabled = ends = False
+
+    @contextmanager
+    def __call__(self, *, virtual_shards: int = 8, numerics: str = "tree") -> Iterator[None]:
+        """Make models invariant that the block builds. It trains them, too: afterwards they refuse to run.
+
+        On a machine without GPUs the block computes on the CPU.
+
+        Args:
+            virtual_shards: The largest tensor-parallel degree, a power of two; all up to it compute the same bits.
+            numerics: "tree", or "portable" for the bits of any machine.
+
+        Raises:
+            TpiError: A value is wrong, patch mode is in force, or CUDA has started with other environment variables.
+        """
+        undo = self._install(virtual_shards, numerics)
+        self.ends = True
+        try:
+            yield
+        finally:
+            self.enabled = self.ends = False
+            undo()
+
+    def enable(self, *, virtual_shards: int = 8, numerics: str = "tree") -> None:
+        """Make models invariant from here on, for good.
+
+        Args:
+            virtual_shards: As for the block.
+            numerics: As for the block.
+
+        Raises:
+            TpiError: As for the block.
+        """
+        self._install(virtual_shards, numerics)
+
+    def _install(self, virtual_shards: int, numerics: str) -> Callable[[], None]:
+        if self.enabled:
+            raise ConfigError("patch mode is in force already, by tpi.invariant or by the environment")
+        settings = switched_on({SWITCH: "1", SHARDS: str(virtual_shards), NUMERICS: numerics})
+        assert settings is not None, "it is switched on"
+        with ExitStack() as host:
+            if _device() == "cpu":
+                from tp_invariant_recipes.cpu_host import cpu
+
+                host.enter_context(nullcontext() if cpu.depth else cpu.megatron_core())
+            host.callback(install(settings))
+            self.enabled = True
+            return host.pop_all().close
+
+
+invariant = Invariant()
+
+
+def _within(*_: Any) -> None:
+    if not invariant.enabled:
+        raise ConfigError("the block of tpi.invariant() that built this model has ended: train it within")
+
+
 if (_numerics := switched_on(dict(os.environ))) is not None:
     install(_numerics)
+    invariant.enabled = True

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_invariant_recipes.compare.step_order import (
+from tp_invariant_recipes.comparison.step_order import (
     RECORDS,
     ValueDifference,
     differences,

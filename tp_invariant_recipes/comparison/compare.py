@@ -7,9 +7,9 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from tp_invariant_recipes.compare.explanation import Scene, explain
-from tp_invariant_recipes.compare.step_order import INITIAL, MODEL, ValueDifference, is_float
-from tp_invariant_recipes.compare.tally import Coverage, ParameterDifference, Tally, TraceCoverage
+from tp_invariant_recipes.comparison.explanation import Scene, explain
+from tp_invariant_recipes.comparison.step_order import INITIAL, MODEL, ValueDifference, is_float
+from tp_invariant_recipes.comparison.tally import Coverage, ParameterDifference, Tally, TraceCoverage
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
 from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress

@@ -1,8 +1,8 @@
 """Recordings for `tpi audit --recorded`, from programs with a training loop of their own.
 
-    from tp_invariant_recipes import audit
+    from tp_invariant_recipes import recordings
 
-    with audit.record(model, optimizer, "recordings/tp4", sequence=4096, batch=8):
+    with recordings.record(model, optimizer, "recordings/tp4", sequence=4096, batch=8):
         train_one_step(model, optimizer)
 
 Every rank runs this. Do it once with the layout in question, and four times with a simple one: as it is, and with

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.compare.ledgers import HEADER, A, ledger
-from tp_invariant_recipes.compare.comparability import across_machines, changed_processor, other_products
-from tp_invariant_recipes.compare.compare import compare
-from tp_invariant_recipes.compare.text import remarks
+from tests.unit.comparison.ledgers import HEADER, A, ledger
+from tp_invariant_recipes.comparison.comparability import across_machines, changed_processor, other_products
+from tp_invariant_recipes.comparison.compare import compare
+from tp_invariant_recipes.comparison.text import remarks
 from tp_invariant_recipes.features.train.result import start_lines
 from tp_invariant_recipes.features.verify import verdict
 from tp_invariant_recipes.launch import resume as launch_resume

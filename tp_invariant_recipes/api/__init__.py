@@ -1,0 +1,1 @@
+"""The public functions of `tp_invariant_recipes` (docs/api.md). The commands call the same functions."""

@@ -1,0 +1,186 @@
+"""Megatron-Bridge's side: configurations as its ConfigContainer, and its `pretrain()` with the invariant numerics."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from tp_invariant_recipes.check.hosts.inputs import input_problems
+from tp_invariant_recipes.config import container as containers
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import Override, changed, parse, requested
+from tp_invariant_recipes.errors import ConfigError, refuse
+from tp_invariant_recipes.launch import local, plan, record
+from tp_invariant_recipes.settings import environment, schema
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.values import value_text
+from tp_invariant_recipes.sources import recipe_fields, weights
+from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.training import rank
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+    from tp_invariant_recipes.api.commands import Overrides
+
+MADE = "_tpi_made"  # attribute of a container
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a container was made of. values: path -> value of its fields then, as `_values` has them."""
+
+    composed: Composed
+    values: dict[str, Any]
+
+
+def recipe(model: str, *overrides: "Overrides", **keys: object) -> "ConfigContainer":
+    """Return Megatron-Bridge's configuration of a model, for `tpi.pretrain`.
+
+    Args:
+        model: A model of `tpi models`, or "recipe=NAME".
+        *overrides: Texts such as "tp=4", or mappings such as {"optimizer.adam_eps": 1e-8}.
+        **keys: Keys as keywords, such as tp=4, numerics="tree", device="cpu".
+
+    Returns:
+        A ConfigContainer, whose fields you may set before you train. Bridge's own `pretrain()` trains it only with
+        numerics="stock", also within `tpi.invariant()`; else the model refuses to be built.
+
+    Raises:
+        TpiError: The configuration is wrong; `problems` lists all that is.
+    """
+    composed = compose(model, requested(overrides, keys), device=plan.detect_device(), also=input_problems)
+    return container_of(composed)
+
+
+def container_of(composed: Composed) -> "ConfigContainer":
+    """Return the container of a composed run, which notes what it is made of."""
+    bridge.load()
+    config, *_ = plan.with_data(composed.config)
+    made = containers.build(config)
+    if config.numerics.invariant or config.weights.folder is not None:
+        made.model.register_pre_wrap_hook(_only_here)
+    setattr(made, MADE, _Made(composed, _values(made)))
+    return made
+
+
+def _only_here(model: Any) -> Any:
+    """Raise ConfigError: Bridge's own pretrain() has built a model whose numerics or weights need more than it."""
+    raise ConfigError(
+        "a ConfigContainer holds the invariant layers, and not the rest (gradient norm, cross entropy, imported "
+        "weights): train it by tpi.pretrain(config, forward_step), or take numerics=stock, within tpi.invariant()"
+    )
+
+
+def pretrain(
+    config: "ConfigContainer",
+    forward_step: Callable[..., Any] | None = None,
+    callbacks: Sequence[Any] = (),
+) -> None:
+    """Train as Megatron-Bridge's `pretrain()` does, with the numerics of the configuration.
+
+    Every rank calls it, as torchrun has started them; a run of one rank needs no torchrun. What you have set in the
+    configuration since `tpi.recipe` counts like an override, and is checked like one.
+
+    Args:
+        config: What `tpi.recipe` has returned.
+        forward_step: Bridge's forward step; None: Bridge's own for GPT.
+        callbacks: Bridge's callbacks, such as `tpi.LedgerCallback`.
+
+    Raises:
+        TpiError: The configuration is wrong, or the number of ranks is not the layout's.
+    """
+    from tp_invariant_recipes.observe.ledger_callback import LedgerCallback
+
+    run = _checked(config)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if (needed := run.layout.world) != world:
+        started = f"{world} ranks have been started" if "WORLD_SIZE" in os.environ else "this process is one"
+        raise ConfigError(
+            f"{needed} ranks have this layout, and {started}: torchrun --nproc-per-node {needed} SCRIPT, or another tp"
+        )
+    folder = run.weights.folder
+    imported = weights.read(Path(folder)).digest() if folder is not None else None
+    run, identity, _ = plan.with_data(run, imported=imported)
+    for callback in callbacks:
+        if isinstance(callback, LedgerCallback):
+            callback.describe(run, identity, record.notes(run))
+    with _rank(run), rank.closing([*callbacks]):
+        rank.pretrain(run, [*callbacks], forward_step)
+
+
+@contextmanager
+def _rank(config: RunConfig) -> Iterator[None]:
+    """Give this process the environment of a rank. Raises ConfigError: a variable of its own would change bits."""
+    import torch
+
+    variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
+    if "RANK" not in os.environ:
+        store = local.store()
+        variables |= rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,)).environment()
+    if config.device.kind == "cpu":
+        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch has read it at its import
+    with mock.patch.dict(os.environ, variables):
+        yield
+
+
+def _checked(config: "ConfigContainer") -> RunConfig:
+    """Return the run of a container, with what has been set in it since. Raises ConfigError."""
+    made: _Made | None = getattr(config, MADE, None)
+    if made is None:
+        raise ConfigError(
+            'tpi.pretrain takes what tpi.recipe returns; of a recipe of Bridge: tpi.recipe("recipe=NAME")'
+        )
+    now = _values(config)
+    differing = [path for path in made.values.keys() | now.keys() if _other(made.values.get(path), now.get(path))]
+    objects = [path for path in differing if isinstance(now.get(path), _Object) or path not in now]
+    refuse(
+        [
+            f"{path}: tpi.pretrain cannot record what you have set there; a recipe of your own can have it: "
+            "recipe=FILE.py:FUNCTION"
+            for path in sorted(objects)
+        ]
+    )
+    if not differing:
+        return made.composed.config
+    words: list[Override] = [parse(f"{path}={value_text(now[path])}") for path in sorted(differing)]
+    composed = compose(
+        made.composed.model,
+        changed(made.composed.overrides, words),
+        device=made.composed.config.device.kind,
+        also=input_problems,
+    )
+    return composed.config
+
+
+@dataclass(frozen=True)
+class _Object:
+    """A value that no text expresses. parts: the identities of its elements, of a list."""
+
+    value: Any
+    parts: tuple[int, ...]
+
+
+def _other(before: Any, now: Any) -> bool:
+    if isinstance(before, _Object) and isinstance(now, _Object):
+        return before.value is not now.value or before.parts != now.parts
+    return type(before) is not type(now) or before != now
+
+
+def _values(container: "ConfigContainer") -> dict[str, Any]:
+    """Return dotted path -> value of the fields of all sections: as a text has it, or an _Object."""
+    values: dict[str, Any] = {}
+    for field in fields(container):
+        part = getattr(container, field.name)
+        inner = (
+            recipe_fields.values(part) if field.name in schema.BRIDGE_SECTIONS and part is not None else [("", part)]
+        )
+        for name, value in inner:
+            plain = recipe_fields.serialize(value)
+            if plain is recipe_fields.MISSING:
+                plain = _Object(value, tuple(map(id, value)) if isinstance(value, list | tuple) else ())
+            values[f"{field.name}.{name}".rstrip(".")] = plain
+    return values
