@@ -19,11 +19,11 @@ from tp_invariant_recipes.errors import ConfigError, LedgerError
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.machine.progress import busy
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.start import needed
+from tp_invariant_recipes.text import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.comparison.result import CompareResult
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
     from tp_invariant_recipes.features.verify.workflow import Verification
     from tp_invariant_recipes.launch.plan import Plan
-    from tp_invariant_recipes.launch.request import RunRequest
+    from tp_invariant_recipes.launch.record import RunRequest
 
 type PathLike = str | os.PathLike[str]
 type Overrides = str | Mapping[str, object]
@@ -113,7 +113,7 @@ def train(
         TpiError: A mistake, with all `problems`; or the run failed.
     """
     from tp_invariant_recipes.config.overrides import requested
-    from tp_invariant_recipes.launch.request import RunRequest
+    from tp_invariant_recipes.launch.record import RunRequest
 
     needed.check("tpi train", needed.TRAINING)
     words = tuple(requested(overrides, keys))
