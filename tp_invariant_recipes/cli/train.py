@@ -76,8 +76,6 @@ def train(
         model, arguments = resumed_words(model, arguments)
     needed.check("tpi train", needed.TRAINING)
     model, arguments = with_model(model, arguments)
-    if resume is not None and go_on:
-        raise ConfigError("--resume RUN continues a run wherever it is, --continue with the one in run.dir: give one")
     console = terminal.console_of_its_own()
     request = RunRequest(model, tuple(parse_all(arguments)), resume, go_on)
     if dry_run or request.launcher != "slurm":  # in a job, another node may have begun there

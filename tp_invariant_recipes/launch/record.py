@@ -43,6 +43,10 @@ class RunRequest:
         device: where neither the overrides nor the run to resume name one; None: this machine's.
         """
         if self.resume is not None:
+            if self.continues:
+                raise ConfigError(
+                    "--resume RUN continues a run wherever it is, --continue with the one in run.dir: give one"
+                )
             self._check_run_dir(self.resume)
             return resume.compose_resumed(self.resume, self.model, self.overrides)
         if self.model is None:
