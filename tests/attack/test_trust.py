@@ -85,8 +85,7 @@ def _rewrite(folder: Path, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, command",
-    [pytest.param(*c, id=" | ".join(c), marks=[] if c in FEW else pytest.mark.release) for c in TABLE],
+    "name, command", [pytest.param(*c, id=" | ".join(c), marks=[] if c in FEW else pytest.mark.release) for c in TABLE]
 )
 def test_code_that_a_forged_run_names_is_refused(forge, name, command):
     forge(NAMES[name])

@@ -158,11 +158,7 @@ def runs(shared):
 
 
 # What both runs record, the step of the fault, and the step from which they are trained again first.
-SPARSE = (
-    ("ledger.digests=2 save=2", 3, 2),
-    ("ledger.digests=3 save=4", 2, 0),
-    ("ledger.digests=0", 2, 0),
-)
+SPARSE = (("ledger.digests=2 save=2", 3, 2), ("ledger.digests=3 save=4", 2, 0), ("ledger.digests=0", 2, 0))
 
 
 @pytest.mark.release

@@ -6,19 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.comparison.ledgers import (
-    FC2,
-    HEADER,
-    NAMES,
-    STEPS,
-    A,
-    grown,
-    ledger,
-    record,
-    trace,
-    value,
-    with_trace,
-)
+from tests.unit.comparison.ledgers import FC2, HEADER, NAMES, STEPS, A, grown, ledger, record, trace, value, with_trace
 from tp_invariant_recipes.comparison.compare import Verdict, compare
 from tp_invariant_recipes.comparison.result import comparison_json
 from tp_invariant_recipes.comparison.text import parameter_line, parameter_rows, verdict_line

@@ -310,8 +310,7 @@ def test_the_message_does_not_say_a_mistake_twice():
 
 @given(
     st.one_of(
-        st.text(),
-        st.builds("{}={}".format, st.sampled_from([*SHORT_KEYS, "run.dir", "data", "model"]), st.text()),
+        st.text(), st.builds("{}={}".format, st.sampled_from([*SHORT_KEYS, "run.dir", "data", "model"]), st.text())
     )
 )
 def test_whatever_is_typed_is_at_worst_a_configuration_error(text):

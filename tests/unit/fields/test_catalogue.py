@@ -119,7 +119,7 @@ def test_a_field_has_one_row():
 
 def test_sections_that_only_read_or_are_off_take_any_other_field():
     assert [
-        *("logger", "profiling", "straggler", "nvrx_straggler", "ft", "inprocess_restart", "tensor_inspect"),
+        *("logger", "profiling", "straggler", "nvrx_straggler", "ft", "inprocess_restart", "tensor_inspect")
     ] == OPEN
     for section in OPEN:
         assert refused(section, {"a_field_of_a_later_release": 1}) == []

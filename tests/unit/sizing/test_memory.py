@@ -10,15 +10,7 @@ from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import conf_files, run_config
 from tp_invariant_recipes.sizing import activations, memory, room
-from tp_invariant_recipes.sizing.memory import (
-    ACTIVATIONS,
-    FIRST_STEP,
-    GIB,
-    GRADIENTS,
-    OPTIMIZER,
-    WEIGHTS,
-    Estimate,
-)
+from tp_invariant_recipes.sizing.memory import ACTIVATIONS, FIRST_STEP, GIB, GRADIENTS, OPTIMIZER, WEIGHTS, Estimate
 
 WITHIN = 0.1  # which docs/memory.md promises
 

@@ -29,13 +29,7 @@ def config_of(*overrides):
     return compose(MODEL, ["model.mtp_num_layers=null", *overrides], device="gpu").config
 
 
-@pytest.mark.parametrize(
-    "overrides, shards",
-    (
-        ((), 8),
-        (("model.linear_num_key_heads=4",), 4),
-    ),
-)
+@pytest.mark.parametrize("overrides, shards", (((), 8), (("model.linear_num_key_heads=4",), 4)))
 def test_shards_divide_the_heads_of_keys(overrides, shards):
     assert config_of(*overrides).numerics.virtual_shards == shards
 

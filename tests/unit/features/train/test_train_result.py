@@ -14,17 +14,9 @@ NAN, INFINITE = "f32:7fc00000", "f32:7f800000"
     "changes, steps, said",
     (
         ({}, (), None),
-        (
-            {2: {"loss": NAN}, 3: {"grad_norm": INFINITE}},
-            (2, 3),
-            "2 steps",
-        ),
+        ({2: {"loss": NAN}, 3: {"grad_norm": INFINITE}}, (2, 3), "2 steps"),
         ({3: {"loss": None, "grad_norm": None, "skipped": True}}, (), None),
-        (
-            {1: {"grad_norm": NAN}},
-            (1,),
-            "1 step",
-        ),
+        ({1: {"grad_norm": NAN}}, (1,), "1 step"),
     ),
 )
 def test_losses_that_are_no_numbers_are_a_warning(tmp_path, changes, steps, said):

@@ -151,11 +151,7 @@ PARAMETERS = (
     Parameter("embedding.word_embeddings.weight", (8, 4), "float32", "bfloat16"),
     Parameter("output_layer.weight", (8, 4), "float32", "bfloat16"),
 )
-HEADER = Header(
-    identity={"model.num_layers": 2, "rng.seed": 1234},
-    numerics={"mode": "tree"},
-    parameters=PARAMETERS,
-)
+HEADER = Header(identity={"model.num_layers": 2, "rng.seed": 1234}, numerics={"mode": "tree"}, parameters=PARAMETERS)
 
 
 def cell_step(step: int, *, digests: bool = True, **changes) -> StepRecord:
