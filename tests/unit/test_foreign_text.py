@@ -13,7 +13,6 @@ from tests.source_trees import nodes
 from tests.unit.comparison.ledgers import HEADER, PARAMETERS, record, trace
 from tests.unit.jobs.conftest import _state, slurm, submitted  # noqa: F401 -- fixtures
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.jobs import script
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.ledger.record import LedgerWriter
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -177,17 +176,6 @@ def test_jobs_and_logs_control_nothing(cli, slurm, submitted):  # noqa: F811
     slurm.scene()
     clean(cli("jobs", "12"))
     clean(cli("wait", "12"))
-
-
-def test_a_comment_of_a_script_stays_one():
-    shown = script._render(
-        "_job", job={"about": f"a\nrm -rf b {EVIL}", "slurm": dict.fromkeys(SLURM, "")} | dict.fromkeys(JOB, "")
-    )
-    assert shown.splitlines()[1].startswith("# a\\nrm -rf b \\x1b")
-
-
-JOB = ("name", "nodes", "gres", "cpus", "whole", "time", "directory", "log")
-SLURM = ("account", "partition", "qos", "options", "setup")
 
 
 def test_commands_print_through_one_module():

@@ -121,25 +121,6 @@ def _flip(name, bit, *, master=False):
     return change
 
 
-@pytest.mark.release  # in `make test`: a replica that diverges
-def test_one_flipped_bit_of_a_master_weight_or_a_weight_is_named(trained):
-    """In the shard of one rank, the lowest bit of the last element. No weight in bf16 shows that of a master weight:
-    its digest differs at that step, and nothing else does. A weight is no longer its master weight rounded; the ledger
-    of the run alone says so.
-    """
-
-    def both(model):
-        _flip("layers.0.mlp.linear_fc1.weight", 0, master=True)(model)
-        _flip("layers.0.mlp.linear_fc2.weight", 0)(model)
-
-    sound = trained("tp=2")
-    flipped = trained("tp=2", before=_at_step(2, 1, both))
-    assert differing(sound, flipped, "masters") == {1: [], 2: [FC1]}
-    assert differing(sound, flipped, "gradients") == {1: [], 2: []}
-    assert differing(sound, flipped, "clipped") == differing(sound, flipped, "moments") == {2: []}
-    assert [step.diverged for step in flipped.steps] == [(), (("copies", FC1.replace("fc1", "fc2"), ((1,),)),)]
-
-
 def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
     flip = _flip("layers.0.input_layernorm.weight", 3, master=True)
     done = tpi("train", *SMALL.split(), "tp=4", "iters=1", "run.dir=run", before=_at_step(1, 2, flip), status=0)

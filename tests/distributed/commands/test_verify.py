@@ -125,18 +125,6 @@ def test_after_the_first_failure_only_what_did_not_pass_is_retrained(tpi):
     assert "every run in m has passed; nothing is trained again" in last.stderr
 
 
-@pytest.mark.release
-def test_after_sigterm_no_further_cell_starts_and_another_launcher_can_run_them(tpi):
-    message = _stop_in(tpi, 1, signal.SIGTERM, 2)
-    assert "incomplete: tp=1 was stopped; tp=2 did not run" in message
-    assert not (tpi.folder / "m" / "tp2").exists()
-    assert tpi("train", "--resume", "m/tp1").status == 0
-    assert tpi("verify", "--recheck", "m").status == 2
-    cell = json.loads((tpi.folder / "m" / "matrix.json").read_text())["cells"][1]
-    tpi("train", "qwen3_toy", *cell["overrides"], f"run.dir=m/{cell['name']}", status=0)
-    assert tpi("verify", "--recheck", "m").status == 0
-
-
 def test_what_bridge_refuses_in_a_cell_is_reported_before_anything_starts(tpi):
     refused = tpi("verify", *SMALL, "tp=1,2", "model.recompute_granularity=full", "--dir", "m")
     assert (refused.status, refused.stdout) == (2, "")

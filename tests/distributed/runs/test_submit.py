@@ -90,13 +90,6 @@ def test_a_run_is_written_and_submitted(cli, slurm, here, tmp_path):
     }
 
 
-def test_json_is_what_the_submission_holds(cli, slurm, here):
-    ended = cli("submit", *RUN, "--json")
-    where = next((here / "runs").iterdir())
-    assert json.loads(ended.out) == json.loads((where / "submission.json").read_text())
-    assert where.name.startswith("qwen3_toy-tp1-")
-
-
 def test_a_dry_run_prints_the_script_and_does_nothing(cli, slurm, here, tmp_path):
     printed = cli("submit", *RUN, "run.dir=a", "--dry-run")
     assert printed.status == 0
@@ -104,22 +97,6 @@ def test_a_dry_run_prints_the_script_and_does_nothing(cli, slurm, here, tmp_path
     assert [*here.iterdir(), *_registered(tmp_path), *slurm.calls("sinfo"), *slurm.calls("sbatch")] == []
     assert cli("submit", *RUN, "run.dir=a").status == 0
     assert (here / "a" / "job.sbatch").read_text() == printed.out
-
-
-def test_the_device_is_that_of_the_nodes(cli):
-    """Here GPUs; test_a_run_is_written_and_submitted has nodes without."""
-    ended = cli("submit", "qwen3_toy", "cluster=h100", "slurm.time=5", "run.dir=a", "--dry-run")
-    assert ended.out.count(" device=") == 1
-    assert "    device=gpu \\\n" in ended.out
-
-
-def test_a_cluster_of_ones_own_travels_with_the_job(cli, here):
-    (here / "site.yaml").write_text("# @package _global_\ncluster:\n  gpus_per_node: 0\n  ranks_per_node: 2\n")
-    arguments = ("qwen3_toy", "tp=4", "slurm.time=5", "run.dir=a", "cluster=site.yaml", "--dry-run")
-    ended = cli("submit", *arguments)
-    assert ended.status == 0, ended.err
-    assert f"    cluster={here}/site.yaml \\\n" in ended.out
-    assert "#SBATCH --nodes=2\n" in ended.out
 
 
 def test_a_login_node_needs_no_transformer_engine(cli, slurm, here):
@@ -143,36 +120,23 @@ def test_where_bridge_cannot_be_imported_the_nodes_ask_it(cli, slurm, monkeypatc
 
 # Arguments, and what must stand in the message.
 MISTAKES = (
-    (["qwen3_toi", "slurm.time=5"], ["did you mean 'qwen3_toy'?"]),
     (["qwen3_toy", "slurm.time=5"], ["cluster=local does not say how many ranks a node takes"]),
-    ([*RUN, "launcher=local"], ["launcher=local: in a job srun starts the ranks; leave it out"]),
     ([*RUN, "launcher=slurm", "tp=3", "lr=x"], ["problems", "launcher=slurm: ", "tp=3 does", "lr=x: "]),
     (
         ["qwen3_toy", *NODES, "slurm.time=x", "slurm.partition=cpuu"],
-        [
-            "2 problems",
-            "slurm.time=x: ",
-            "slurm.partition=cpuu: there is no cpuu; did you mean 'cpu'?",
-            "cpu (default)",
-        ],
+        ["2 problems", "slurm.time=x: ", "slurm.partition=cpuu: there is no cpuu; did you mean 'cpu'?"],
     ),
     (
         [*RUN, "tp=8", "dp=2", "gbs=2", "slurm.partition=short"],
-        [
-            "slurm.time=5: partition short allows 0:01:00",
-            "4 nodes with 4 cpu ranks each are needed, and partition short",
-        ],
+        ["slurm.time=5: partition short allows", "4 nodes with 4 cpu ranks each are needed, and partition short"],
     ),
     ([*RUN, "run.dir=taken"], ["run.dir=taken is not empty"]),
-    ([*RUN, "run.dir=back\\slash"], ["backslash"]),
     ([*RUN, "data=text", "data.path=no/such"], ["no/such: "]),
     ([*RUN, "model.recompute_granularity=full"], ["Megatron-Bridge refuses this configuration: ", "recompute_method"]),
     ([*RUN, "tp=1,2", "dataset.seq_length=64", "--verify"], ["Megatron-Bridge refuses this configuration: ", "64"]),
     ([*RUN, "--against", "x"], ["--against belongs to --verify"]),
     ([*RUN, "tp=1,2"], ["one run takes one value for tp"]),
-    ([*RUN, "--verify"], ["one cell has nothing to be compared with"]),
     ([*RUN, "tp=1,2", "slurm.tries=5,6", "--verify"], ["slurm.tries=5, 6: the cells are one array"]),
-    ([*RUN, "tp=1,8", "slurm.partition=short", "--verify"], ["partition short allows"]),
     ([*RUN, "tp=1,2", "run.dir=x", "--verify"], ["--dir PATH"]),
 )
 

@@ -41,15 +41,6 @@ def test_without_names_the_queue_and_the_last_day_are_listed(cli, slurm, submitt
     assert names == ["queued", "recent", "old"]
 
 
-def test_a_job_whose_directory_is_gone_is_for_slurms_own_commands(cli, slurm, submitted):
-    made = submitted("a")
-    os.rename(made.directory, made.directory.with_name("b"))
-    assert cli("cancel", "12").err == (
-        f"error: {made.directory}/submission.json cannot be read: No such file or directory; SLURM's own commands take "
-        "its id: squeue --jobs=12\n"
-    )
-
-
 @pytest.mark.parametrize("names", ((), ("a", "b")), ids=("listed", "named"))
 def test_without_the_controller_run_directories_speak(cli, slurm, submitted, names):
     now(submitted("a").attempt(outcome="completed"))
@@ -91,13 +82,6 @@ def test_cancel_ends_the_judge_before_the_array(cli, slurm, submitted):
         "a run that can save in time does; continue it:",
         f"  sbatch --array=1 {made.directory}/job.sbatch",
     ]
-
-
-def test_cancel_one_task_leaves_the_others(cli, slurm, submitted):
-    submitted("v", cells=("tp1", "tp2"))
-    slurm.scene(row("12_0", "PENDING"), row("12_1", "PENDING"), row("13", "PENDING", "Dependency"))
-    assert cli("cancel", "12_1").out == "12_1 v/tp2: cancelled (was pending)\n"
-    assert slurm.calls("scancel") == ["12_1"]
 
 
 def test_cancel_of_a_job_that_has_ended_is_no_mistake(cli, slurm, submitted):

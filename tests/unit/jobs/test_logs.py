@@ -5,7 +5,6 @@ import io
 from tests.unit.jobs.fake_slurm import now, row
 from tp_invariant_recipes.jobs import states
 from tp_invariant_recipes.jobs.states import LogSource, Tails
-from tp_invariant_recipes.machine import terminal
 
 
 def test_logs_are_what_the_job_printed(cli, slurm, submitted):
@@ -89,12 +88,3 @@ def test_a_file_that_was_replaced_or_cut_is_begun_anew(tmp_path):
     other.replace(file)
     assert tails()
     assert out.getvalue() == b"longer than before\n"
-
-
-def test_following_ends_when_nobody_reads_it(cli, slurm, submitted, monkeypatch):
-    made = submitted()
-    now(made.put(made.directory / "logs" / "job-12.log", "one\n"))
-    slurm.scene(row("12", "RUNNING"))
-    monkeypatch.setattr(terminal, "reader_gone", lambda: True)
-    ended = cli("logs", "-f", "12")
-    assert (ended.status, ended.out) == (0, "one\n")

@@ -202,31 +202,6 @@ def test_a_mistake_is_slurms_words_and_what_to_do(command, script):
         assert advice in advised[0] if advice else (shown, advised) == ("sbatch: lua: no more than 3 coffees", [])
 
 
-# What commands say where the controller, or SLURM's configuration, cannot be reached.
-UNREACHABLE = (
-    "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
-    "error: s_p_parse_file: cannot stat file /etc/slurm/slurm.conf: No such file or directory, retrying in 1sec",
-    "fatal: Could not establish a configuration source",
-)
-
-
-def test_where_slurm_cannot_be_reached_the_message_names_its_configuration(command, script, monkeypatch):
-    calls = {"squeue": slurm_client.queue, "sinfo": slurm_client.partitions}
-    calls["sbatch"] = lambda: slurm_client.sbatch(script)
-
-    def message(name: str, words: str) -> str:
-        command(name, err=f"{name}: {words}\n", status=1)
-        with pytest.raises(RunError) as raised:
-            calls[name]()
-        return str(raised.value)
-
-    monkeypatch.delenv("SLURM_CONF", raising=False)
-    assert all("SLURM_CONF is not set" in message(name, words) for name, words in zip(calls, UNREACHABLE, strict=True))
-    assert "SLURM_CONF" not in message("squeue", "Requested node configuration is not available")
-    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
-    assert "SLURM_CONF is /nowhere/slurm.conf" in message("squeue", UNREACHABLE[0])
-
-
 @pytest.mark.usefixtures("command")
 def test_where_slurm_is_not_installed_that_is_reported(script):
     for call in (

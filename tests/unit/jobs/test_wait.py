@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.jobs import registry, states
+from tp_invariant_recipes.jobs import states
 
 
 def test_wait_goes_on_over_a_requeue_and_says_what_changes(cli, slurm, submitted):
@@ -26,42 +26,6 @@ def test_wait_goes_on_over_a_requeue_and_says_what_changes(cli, slurm, submitted
         "12 a: pending (BeginTime)",
         "12 a: running try 2 on n1",
     ]
-
-
-def test_wait_gives_the_files_time_to_be_seen(cli, slurm, submitted):
-    made = submitted()
-    now(made.attempt())
-    slurm.scene(row("12", "RUNNING"))
-    for _ in range(5):
-        slurm.scene(row("12", "COMPLETED"))
-    slurm.scene(row("12", "COMPLETED"), before=made.end(outcome="completed"))
-    ended = cli("wait", "a")
-    assert (ended.status, ended.out) == (0, "12 a: completed\n")
-    assert len(slurm.calls("squeue")) == 7
-
-
-def test_wait_does_not_take_the_word_of_an_earlier_try_for_the_last(cli, slurm, submitted):
-    made = submitted()
-    now(made.attempt(outcome="stopped", requeued=True))
-    slurm.scene(row("12", "COMPLETED"))
-    slurm.scene(row("12", "COMPLETED"))
-    slurm.scene(before=made.attempt(outcome="completed", job={"id": "12", "restart": 1, "nodes": "n1"}))
-    assert cli("wait", "a").out == "12 a: completed\n"
-
-
-def test_wait_goes_on_when_a_job_that_has_ended_is_restarted(slurm, submitted, monkeypatch):
-    made = submitted()
-    clock = [0.0]
-    monkeypatch.setattr(states.time, "monotonic", lambda: clock[0])
-    slurm.scene(row("12", "FAILED"))
-    for _ in range(20):
-        slurm.scene(row("12", "RUNNING"))
-    slurm.scene(before=made.attempt(outcome="completed"))
-    watch = states.Watch(registry.find(["12"]), lambda line: None)
-    while not watch():
-        clock[0] += 1.0
-    assert [state.word for state in watch.states[0]] == ["completed"]
-    assert clock[0] > states.SETTLE
 
 
 def test_wait_for_a_job_that_leaves_no_word_ends_in_the_end(cli, slurm, submitted, monkeypatch):
@@ -137,11 +101,3 @@ def test_a_controller_that_is_away_for_a_while_does_not_end_a_wait(cli, slurm, s
     ended = cli("wait", "12")
     assert ended.status == 0
     assert ended.err.count("no answer, asking again and again: ") == 1
-
-
-def test_a_controller_that_is_away_at_first_is_an_error(cli, slurm, submitted):
-    submitted()
-    slurm.scene(away=True)
-    ended = cli("wait", "12")
-    assert (ended.status, ended.out) == (2, "")
-    assert "Unable to contact slurm controller" in ended.err

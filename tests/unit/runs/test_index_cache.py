@@ -71,10 +71,3 @@ def test_files_of_earlier_lengths_stay_recorded(cache):
     (cache / "longer-shuffle_index.npy").write_bytes(b"31204")
     run_dir.record(cache)
     assert {SHUFFLE, "longer-shuffle_index.npy"} < json.loads((cache / MANIFEST).read_text())["files"].keys()
-
-
-@pytest.mark.parametrize("text", ("", "{", '{"schema": 2, "files": {}}', '{"schema": 1, "files": {"a": 3}}'))
-def test_a_manifest_that_cannot_be_read_names_the_way_out(cache, text):
-    (cache / MANIFEST).write_text(text)
-    with pytest.raises(RunError, match=r"tpi-manifest\.json: .*; remove .*index-cache, and the next attempt builds it"):
-        run_dir.remove_unrecorded(cache)

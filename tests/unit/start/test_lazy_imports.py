@@ -48,17 +48,6 @@ def put(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_what_is_set_in_a_stand_in_stays_set(put):
-    waiting = put()
-    import zoo
-
-    zoo.name = "changed"
-    assert waiting.waits
-    assert zoo.Dog
-    assert not waiting.waits
-    assert zoo.name == "changed"
-
-
 def test_a_stand_in_is_the_module_itself_once_somebody_asks(put):
     waiting = put()
     import zoo
@@ -73,17 +62,6 @@ def test_a_stand_in_is_the_module_itself_once_somebody_asks(put):
     assert waiting not in sys.meta_path
     with pytest.raises(AttributeError, match="nothing"):
         _ = zoo.nothing
-
-
-def test_a_name_of_the_row_is_the_same_object_before_and_after(put):
-    waiting = put(passes=("zoo.plain",))
-    from zoo import Plain
-
-    assert waiting.waits
-    import zoo
-
-    zoo.name  # noqa: B018
-    assert zoo.Plain is Plain
 
 
 def test_another_module_of_the_package_brings_all_of_it_and_is_executed_once(put):
@@ -117,31 +95,6 @@ def test_in_parts_a_module_is_imported_without_the_rest(put):
     assert sys.modules["zoo.registry"].animals == ["cat", "dog"]
     assert sys.modules["zoo"].cat is cat
     assert sys.modules["zoo"].Dog is Dog
-
-
-def test_in_parts_another_package_that_is_imported_ends_no_waiting(put):
-    first = put(below="zoo.tools", modules={"zoo.tools": {}}, passes=())
-    second = put(while_waits="zoo.tools", modules={"zoo": {}})
-    with lazy_imports.in_parts("zoo"):
-        first.end()
-    assert second.waits
-    second.end()
-    assert sys.modules["zoo.registry"].animals == ["cat", "dog"]
-
-
-def test_a_registry_that_is_imported_already_brings_the_package_at_once(put, monkeypatch):
-    monkeypatch.setattr(Waiting, "watch", _importing_before("zoo.registry", Waiting.watch))
-    waiting = put(registry="zoo.registry")
-    assert not waiting.waits
-    assert sys.modules["zoo.registry"].animals == ["cat", "dog"]
-
-
-def _importing_before(module, watch):
-    def after(self):
-        import_module(module)
-        watch(self)
-
-    return after
 
 
 def test_an_import_that_fails_says_so_and_can_be_retried(put, tmp_path):
@@ -215,54 +168,9 @@ def test_only_versions_that_are_known_wait(versions, eager, reason, monkeypatch)
     assert result is None if reason is None else reason in result
 
 
-def test_what_is_imported_already_does_not_wait():
-    assert "imported already" in lazy_imports.reason_against(Deferred({}, {"json": {}}, below="json"))
-
-
-@pytest.fixture
-def compiled():
-    """What a stand-in for torch.compile was asked for, and the decorator."""
-    asked = []
-
-    def original(function, **options):
-        asked.append((function.__name__, options))
-        return lambda x: ("compiled", function(x))
-
-    return asked, at_the_first_call(original)
-
-
 def double(x):
     """Twice."""
     return 2 * x
-
-
-@pytest.mark.parametrize("options", ({}, {"dynamic": True}))
-def test_a_function_is_compiled_once_when_it_is_called(compiled, options):
-    asked, decorate = compiled
-    later = decorate(**options)(double) if options else decorate(double)
-    assert (later.__name__, later.__doc__, asked) == ("double", "Twice.", [])
-    assert [later(1), later(2)] == [("compiled", 2), ("compiled", 4)]
-    assert asked == [("double", options)]
-
-
-def test_a_method_is_called_with_its_object(compiled):
-    class Doubling:
-        factor = 2
-
-        def times(self, x=3):
-            return self.factor * x
-
-    original = at_the_first_call(lambda function: function)
-    Doubling.times = original(Doubling.times)
-    assert Doubling().times() == 6
-
-
-def test_what_is_no_function_is_compiled_at_once(compiled):
-    asked, decorate = compiled
-    module = torch.nn.Identity()
-    module.__name__ = "identity"
-    decorate(module)
-    assert asked == [("identity", {})]
 
 
 def test_a_compiled_function_contains_those_it_calls():
