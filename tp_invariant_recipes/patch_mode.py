@@ -63,7 +63,7 @@ def install(numerics: NumericsSettings) -> Callable[[], None]:
     from tp_invariant_recipes.numerics.megatron import replacements, te_modules
 
     shards = numerics.virtual_shards
-    assert shards is not None, "the switch has a V"
+    assert shards is not None, "the patch mode has a V"
     variables = _variables()  # before anything is changed
     with ExitStack() as undo:
         # What the layers read. A recipe sets both on its own configuration; a plain one has these.

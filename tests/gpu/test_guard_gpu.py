@@ -47,7 +47,7 @@ def test_a_broken_tile_is_detected_and_judged_by_a_cpu(tmp_path, graphs):
     words = (*RUN, "iters=40", f"cuda_graph={graphs}", "guard=products", "run.dir=run")
     done = tpi(tmp_path, *words, module="tests.gpu.guard_planted")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "wrong bits at step" in done.stderr
+    assert "silent data corruption at step" in done.stderr
     assert "UUID GPU-" in done.stderr
     (file,) = (tmp_path / "run" / "guard").glob("*.evidence")
     result, _ = evidence.read(file)

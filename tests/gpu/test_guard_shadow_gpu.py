@@ -38,7 +38,7 @@ def test_a_guard_is_quiet_and_changes_no_bit(trained, name):
     assert unequal(list(read(folder / name).steps), list(read(folder / "alone").steps)) == []
     if name != "two":
         log = (folder / name / "logs" / "rank-1.log").read_text()
-        assert re.search(r"guard: \d+ checks, 0 of them found wrong bits", log)
+        assert re.search(r"guard: \d+ checks, 0 of them detected silent data corruption", log)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_shadow_step_names_the_rank(tmp_path, when, judge):
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout.splitlines()[-1])["planted"]
     assert output is not None
-    assert "wrong bits at step 2: forward pass of decoder.layers." in output
+    assert "silent data corruption at step 2: forward pass of decoder.layers." in output
     assert re.search(r"\nrank 1 on .*, UUID GPU-", output)
     assert "one of these" not in output
     assert judge in output

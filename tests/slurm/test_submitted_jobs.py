@@ -112,7 +112,7 @@ def test_a_job_goes_on_without_the_node_that_computes_wrong_bits(tpi, cluster, t
         tpi("wait", job, status=0)
     second = attempts(run)[1]
     assert second["job"]["nodes"] == "n[1,3]"
-    assert 10 <= second["from_step"] <= int(re.search(r"wrong bits at step (\d+)", first["why"])[1]) - 5
+    assert 10 <= second["from_step"] <= int(re.search(r"silent data corruption at step (\d+)", first["why"])[1]) - 5
     assert agree(steps(run), whole)
 
 
@@ -154,7 +154,7 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
         assert verdict["exit_status"] == status
         judge = json.loads((tpi.folder / mode / "submission.json").read_text())["jobs"][1]["id"]
         assert cluster.job(judge)["ExitCode"] == f"{status}:0"
-    assert "different: tp=2 computed other bits" in (tpi("jobs", "stock").stdout + verdict["text"])
+    assert "different: tp=2 is not bitwise identical" in (tpi("jobs", "stock").stdout + verdict["text"])
     # As on another cluster, which has only the certificate.
     assert tpi("certify", "tree/tp1", "--out", "tree.tpicert").status == 0
     single = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20", "--verify", "--against", "tree.tpicert")

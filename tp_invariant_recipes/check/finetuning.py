@@ -19,9 +19,12 @@ def uncovered(numerics: str, pp: int, *, fp8: bool, ahead: bool) -> list[str]:
     inexact = arithmetic is None or not arithmetic.any_machine
     cached = "a cached row is not shown to have the bits of a whole pass"
     scales = "FP8 scales a tensor by all tokens of a pass, so rows depend on each other"
-    layers = "layers of multi-token prediction have no cache"
+    layers = "layers of MTP have no cache"
     problems = (
-        (inexact, Problem(f"numerics={numerics}", cached, "numerics=portable, with the switch TPI_NUMERICS=portable")),
+        (
+            inexact,
+            Problem(f"numerics={numerics}", cached, "numerics=portable, in patch mode with TPI_NUMERICS=portable"),
+        ),
         (pp > 1, Problem(f"pp={pp}", "a rank of rollouts computes all layers", "pp=1, and a larger tp")),
         (fp8, Problem("precision", scales, "precision=bf16")),
         (ahead, Problem("model.mtp_num_layers", layers, "model.mtp_num_layers=null")),

@@ -44,7 +44,7 @@ def _named(kind: str) -> tuple[Callable[[RunConfig], bool], tuple[str, str]]:
 # The same, of some runs. Path -> of which, and what to do instead.
 REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], tuple[str, str]]] = {
     "dataset.blend": (lambda t: t.data.kind == "text", ("data=text reads data.path", "leave it out")),
-    "logger.tensorboard_dir": (lambda t: t.logging.kind != "none", ("curves go to run.dir", "leave it out")),
+    "logger.tensorboard_dir": (lambda t: t.logging.kind != "none", ("metrics go to run.dir", "leave it out")),
     "logger.wandb_save_dir": (lambda t: t.logging.kind == "wandb", ("logging=wandb writes to run.dir", "leave it out")),
     **{f"logger.{service.run_name}": _named(kind) for kind, service in SERVICES.items()},
 }
@@ -278,7 +278,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _divides("num_moe_experts", "moe_router_num_groups"),
     _divides("mamba_num_heads", "mamba_num_groups"),
     *map(_per_layer, PER_LAYER),
-    Rule(_repeats_a_delta_net, "multi-token prediction repeats the last layer, and no gated delta net",
+    Rule(_repeats_a_delta_net, "MTP repeats the last layer, and no gated delta net",
         "a model.linear_attention_freq whose last layer is attention, or model.mtp_num_layers=null",
         head=value_of("model.mtp_num_layers")),
     Rule(_without_rotary, needs=lambda t: t.model.get("no_rope_freq"), head=lambda t: "model.no_rope_freq"),
@@ -325,7 +325,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _resumable("checkpoint.save_rng"),
     Rule(  # SIGTERM saves a checkpoint of every run, and digests have its names
         lambda t: t.shape.depths and t.shape.tied and t.layout.pp != 1,
-        "Megatron-Core cannot save a tied embedding beside multi-token prediction",
+        "Megatron-Core cannot save a tied embedding beside MTP",
         "pp=1, or model.share_embeddings_and_output_weights=false",
     ),
     _on_cpu("optimizer.optimizer_cpu_offload", "the optimizer is on the CPU already"),
@@ -343,7 +343,7 @@ def _applies(config: RunConfig) -> bool:
 
 
 def _uneven(config: RunConfig) -> Iterator[Problem]:
-    must = f"FP8 and FP4 products have sides that are multiples of {MULTIPLE}"
+    must = f"FP8 and FP4 GEMMs have sides that are multiples of {MULTIPLE}"
     for words, side in _sides(config).items() if config.device.kind == "gpu" else ():
         if side % MULTIPLE:
             yield Problem("", f"{must}, and {words} is {side:g}", "change it, or precision=bf16")
@@ -376,7 +376,7 @@ def _sides(config: RunConfig) -> dict[str, float]:
 
 
 PRECISION_RULES: tuple[Rule[RunConfig], ...] = (
-    Rule(lambda t: t.device.kind != "gpu", "FP8 and FP4 products need Transformer Engine on a GPU",
+    Rule(lambda t: t.device.kind != "gpu", "FP8 and FP4 GEMMs need Transformer Engine on a GPU",
         "precision=bf16, or device=gpu", needs=_applies),
     Rule(_uneven, needs=_applies),
 )  # fmt: skip

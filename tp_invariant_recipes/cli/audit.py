@@ -113,7 +113,7 @@ def _all(
         line = coloured(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {settings}", trial.verdict) + Text(f"  {count}")
         terminal.print_line(console, line if trial.sound else line + Text(f"\n    {trial.text}"))
 
-    with busy(console, "importing Megatron-Bridge and choosing cells"):
+    with busy(console, "importing Megatron-Bridge and choosing configurations"):
         bridge.load()
     result = campaign.execute(where, state, show, resume=resume is not None, exitfirst=exitfirst, scripts=scripts)
     finish(result, as_json=as_json)

@@ -41,7 +41,9 @@ def check(
     what = what.expanduser()
     options = [f"--step {step}"] * (step is not None) + [f"--module {module}"] * (module is not None)
     if what.is_file() and options:
-        raise ConfigError(f"{what} is a file, of which a guard's evidence says what to compute: leave out {options[0]}")
+        raise ConfigError(
+            f"{what} is a file, and a guard's evidence names the values to compute: leave out {options[0]}"
+        )
     if what.is_file():
         from tp_invariant_recipes.features import evidence
 

@@ -83,7 +83,9 @@ def train(
     if dry_run:
         _dry_run(request, console, as_json=as_json)
     if request.launcher == "slurm" and as_json:
-        raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
+        raise ConfigError(
+            "--json is for runs of this process; with launcher=slurm, run.dir/run.json records its outcome"
+        )
     if request.launcher == "slurm":
         _train_on_nodes(request, console)
         return

@@ -93,7 +93,7 @@ def changed_products(before: Header, version: str | None, step: int) -> str | No
         return None
     return (
         f"products: up to step {step} their definition is {earlier[-1]}, from step {step + 1} on {version}; the steps "
-        f"to come may have other bits than they would have had. The ledger notes it"
+        f"to come may not be bitwise identical to a run without this change. The ledger records it"
     )
 
 
@@ -124,7 +124,7 @@ def changed_processor(before: Header, now: str, step: int) -> str | None:
         return None
     return (
         f"processor: step {step} was computed with {earlier[-1]}, and step {step + 1} will be with {now}; the steps to "
-        f"come may have other bits than they would have had. The ledger notes it"
+        f"come may not be bitwise identical to a run without this change. The ledger records it"
     )
 
 

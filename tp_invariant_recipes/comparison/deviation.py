@@ -72,7 +72,7 @@ def _parts(pieces: Sequence[RankPart], reference: np.ndarray, allowed: float) ->
     total = np.concatenate([np.sum([piece.values for piece in group], axis=0).ravel() for group in groups])
     for whole, words in ((total, "sum"), (total / ranks, "mean")):
         if rms(whole - expected) <= allowed:
-            return f"each rank has a part: the {words} over {ranks} ranks is right"
+            return f"each rank has a partial result: the {words} over {ranks} ranks is right"
     return None
 
 
@@ -315,7 +315,7 @@ def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: flo
     pieces = step.run.rows(name)
     (height, width), sizes = reference.shape, [table.shape for _, _, table in pieces]
     if not _covered([part for _, part, _ in pieces], sizes, (height, width)):
-        raise LedgerError(f"{name} has other places or another shape")
+        raise LedgerError(f"{name} has other offsets or another shape")
     errors = [PieceError(rank, table.shape[1], *np.zeros((2, len(table)))) for rank, _, table in pieces]
     square = noise = 0.0
     for rows in blocks(height, width):

@@ -111,7 +111,7 @@ def _model(scene: Scene) -> InputsMatch:
 def _replicas(scene: Scene) -> InputsMatch:
     """Get the inputs matched if those of the tensor itself did: replicas that disagreed before would be found first."""
     kind, _, name = scene.difference.name.partition("/")
-    words = _of_runs(scene, f"replicas of {LABELS.get(kind, kind)} {name} disagree: ranks")
+    words = _of_runs(scene, f"ranks disagree on {LABELS.get(kind, kind)} {name}: ranks")
     listed = scene.difference.name in scene.pairs(kind)
     tensor = replace(scene, difference=replace(scene.difference, kind=kind))
     return _EXPLAINED[kind](tensor)[0] if listed else None, words

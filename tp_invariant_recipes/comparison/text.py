@@ -183,7 +183,7 @@ def _both(comparison: Comparison, coverage: Coverage) -> str:
 
 def _later_replicas(comparison: Comparison) -> list[str]:
     return [
-        f"{run_name(ledger)}: replicas disagree at step {step}, which is not compared."
+        f"{run_name(ledger)}: ranks disagree at step {step}, which is not compared."
         for ledger, step in zip((comparison.a, comparison.b), comparison.later, strict=True)
         if step is not None
     ]

@@ -165,7 +165,7 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {message}") from error
     now = _plain_values(container, before)
     replaced = [path for path, value in before.items() if not _stays(path, value, now.get(path, value))]
-    lines = [f"{path}={before[path]}: Megatron-Bridge sets {now[path]} in its place; leave it out" for path in replaced]
+    lines = [f"{path}={before[path]}: Megatron-Bridge sets {now[path]} instead; leave it out" for path in replaced]
     refuse([*lines, *_changed_by_bridge(container)])
 
 

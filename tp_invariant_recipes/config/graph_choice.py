@@ -30,10 +30,16 @@ _COMPARED_MIXED = {(1, 2)}
 # What is captured only when asked for: its graphs have not been compared with eager runs.
 EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda config: config.device.kind != "gpu", "graphs need a GPU"),
-    (low_precision.enabled, "tpi captures products in FP8 or FP4 when asked; tpi audit compares them with eager ones"),
-    (lambda config: finetuning.adapts(config) and not config.numerics.invariant, "tpi captures adapters when asked"),
+    (low_precision.enabled, "tpi captures FP8 and FP4 GEMMs only on request; tpi audit compares them with eager ones"),
+    (
+        lambda config: finetuning.adapts(config) and not config.numerics.invariant,
+        "tpi captures adapters only on request",
+    ),
     (lambda config: config.guard.kind == guard.SHADOW, "a captured step takes no other replica's data"),
-    (lambda config: config.model.get("recompute_granularity") is not None, "tpi captures recomputation when asked"),
+    (
+        lambda config: config.model.get("recompute_granularity") is not None,
+        "tpi captures recomputation only on request",
+    ),
 )
 
 

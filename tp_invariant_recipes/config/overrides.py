@@ -289,14 +289,14 @@ RESERVED: dict[str, dict[str, tuple[str, str]]] = {
         **_SRUN,
         "run.dir": ("the job goes on in the run's own directory", _OUT),
         "checkpoint.ckpt_step": (
-            "each try of a job goes on at the newest checkpoint",
+            "each start of a job continues from the newest checkpoint",
             "tpi train --resume takes another",
         ),
     },
     "verify": {
-        "run.dir": ("every cell has a run directory of its own in one directory", "--dir PATH"),
+        "run.dir": ("every configuration has its own run directory below one directory", "--dir PATH"),
         "launcher.kind": (
-            "the cells are trained here, one after the other",
+            "the configurations are trained here, one after another",
             "in jobs of their own: tpi submit --verify",
         ),
     },
@@ -313,7 +313,7 @@ RESERVED: dict[str, dict[str, tuple[str, str]]] = {
         "checkpoint.save_interval": ("a benchmark saves no checkpoints", _OUT),
         "launcher.kind": ("a benchmark runs on this machine", _OUT),
         "run.dir": ("a benchmark has its own directory", "--dir PATH"),
-        "ledger.digests": ("a mode says whether it records digests", "--modes tree,tree+digests"),
+        "ledger.digests": ("a mode decides whether it records digests", "--modes tree,tree+digests"),
         "ledger.trace": ("a benchmark traces no modules", _OUT),
         "ledger.dump": ("a benchmark dumps no tensors", _OUT),
     },

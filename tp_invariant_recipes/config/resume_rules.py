@@ -95,7 +95,7 @@ def other_gradients(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[P
         return []
     text = (
         f"a step's gradient has been the sum of {there} data-parallel parts so far, and would be one of {here}, added "
-        f"in another order: the steps to come would have other bits"
+        f"in another order: the following steps would not be bitwise identical"
     )
     return [Problem(f"dp={now['layout']['dp']}", text, f"dp={there}, or numerics=stock")]
 

@@ -116,7 +116,7 @@ def check(run: Path, step: int, module: str) -> CheckResult:
     named, arithmetic = numerics.mode, numerics.arithmetic
     if arithmetic is None or not arithmetic.any_machine:
         stated = " or ".join(mode.named(lambda candidate: candidate.any_machine))
-        raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} states them")
+        raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} specifies them")
     names = names_of(module)
     dumped = _dumped(run, step, names)
     results = _computed(dumped, names, kind, segments, numerics, _operands(config, module))

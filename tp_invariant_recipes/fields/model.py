@@ -121,7 +121,7 @@ MODEL = section(
     row(_OFF, "~cross_entropy_loss_fusion ~use_grouped_gemm_for_shared_expert moe_single_grouped_weight "
         "use_te_activation_func use_transformer_engine_op_fuser fused_residual_rmsnorm "
         "moe_router_padding_for_quantization moe_router_padding_for_fp8 use_transformer_engine_full_layer_spec "
-        "~mla_down_proj_fusion fused_single_qkv_rope", "the invariant layers stand in its place", adjust_to=False),
+        "~mla_down_proj_fusion fused_single_qkv_rope", "the invariant layers replace it", adjust_to=False),
     # Where tokens exceed the room, Megatron's PagedStashRunner computes the step again without both: it drops none.
     row(NULL, "moe_expert_rank_capacity_factor", _ROOM, adjust_to=None),
     row(_OFF, "moe_paged_stash", _ROOM, adjust_to=False),

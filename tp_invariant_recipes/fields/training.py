@@ -26,11 +26,11 @@ from tp_invariant_recipes.fields.field import (
     section,
 )
 
-_OTHER_RULE = "another rule says which values, under any numerics"
+_OTHER_RULE = "another rule lists the values, under any numerics"
 _UNREAD = "Megatron-Bridge does not read it"
-_DIGEST = "a digest of the data says what is in it"
-_SEQUENCE = "it says what is in a sequence, whoever computes it"
-_IDS = "it says how text becomes token ids, before a sequence is cut"
+_DIGEST = "a digest identifies the data"
+_SEQUENCE = "it decides the content of a sequence in every layout"
+_IDS = "it decides how text becomes token ids"
 _HYBRID = "hybrid context parallelism is not covered"
 _CACHE = "a new run has no index of its data yet"
 _PADDING = "Megatron pads the vocabulary to a multiple of tp, and model.vocab_size decides it"
@@ -86,7 +86,7 @@ TOKENIZER = section(
 
 # Adapters (LoRA). check/finetuning.py and check/invariant/training.py have rules for most of these.
 
-_OTHER_RULE = "another rule says which values, under any numerics"
+_OTHER_RULE = "another rule lists the values, under any numerics"
 
 PEFT = section(
     row(ANY, "target_modules exclude_modules canonical_mapping alpha dropout_position "
@@ -102,7 +102,7 @@ PEFT = section(
 
 # Steps, validation, and random numbers.
 
-_OTHER_RULE = "another rule says which values, under any numerics"
+_OTHER_RULE = "another rule lists the values, under any numerics"
 _UNREAD = "Megatron-Bridge does not read it"
 _STEP = "a step has gbs sequences in every layout"
 _RANKS = "all ranks must agree whether a step counts"
@@ -145,7 +145,7 @@ RNG = section(
 
 # Checkpoints.
 
-_OTHER_RULE = "another rule says which values, under any numerics"
+_OTHER_RULE = "another rule lists the values, under any numerics"
 _UNREAD = "Megatron-Bridge does not read it"
 _RESUMED = "a run could not be resumed"
 _LOCAL = "--resume knows the checkpoints in run.dir only"
@@ -205,7 +205,7 @@ DIST = section(
     row(NULL, "sharp_enabled_group", _SWITCH, adjust_to=None),
     row(NULL, "nccl_communicator_config_path", "the file may choose how NCCL adds", adjust_to=None),
     row(OFF, "use_tp_pp_dp_mapping",
-        "the owner of an expert follows from Megatron's default order of ranks", adjust_to=False),
+        "the EP rank that hosts an expert follows from Megatron's default order of ranks", adjust_to=False),
     row(OFF, "use_decentralized_pg",
         "the invariant layers take their groups from Megatron's parallel state", adjust_to=False),
     row(NULL, "eval_context_parallel_size", "evaluation has the context parallelism of training", COUNT),

@@ -93,7 +93,7 @@ def train(job: Job, config: RunConfig, model: str, overrides: Sequence[Override]
 
 
 def array(job: Job, config: RunConfig, model: str, cells: Sequence[CellStep], directory: Path) -> str:
-    """Return the script of the cells of a verify, each in a directory of its name in `directory`."""
+    """Return the script of the configurations of a verify, each in a directory of its name in `directory`."""
     return _render("array", job=job, tpi=srun_command.tpi(config), model=model, cells=cells, directory=directory)
 
 

@@ -66,7 +66,7 @@ ADVICE = (
     (r"s_p_parse_file|cannot stat file|configuration (source|file)|fetch_config|ClusterName needs to be specified",
      "SLURM's configuration cannot be read: {conf}; export SLURM_CONF=/path/to/slurm.conf, as your cluster has it"),
     (r"Unable to contact slurm controller|Connection refused|Socket timed out",
-     "SLURM's controller does not answer; scontrol ping says whether it runs. {conf}, which names the controller; "
+     "SLURM's controller does not answer; scontrol ping shows whether it runs. {conf}, which names the controller; "
      "set it if this is the wrong cluster"),
     (r"temporarily unable to accept job",
      "the queue is full for now; submit again when jobs have ended (squeue --me)"),

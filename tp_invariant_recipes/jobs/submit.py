@@ -41,7 +41,7 @@ from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import estimate
 
 IN_A_JOB = "launcher=slurm"
-# The cells of a matrix are tasks of one array, so all of them have the same values in these sections.
+# The configurations of a matrix are tasks of one array, so all of them have the same values in these sections.
 ARRAY_SECTIONS = ("cluster", "slurm")
 
 JUDGE_TIME = "30:00"  # time limit of the comparison, or the cells' time limit if that is shorter
@@ -159,7 +159,7 @@ def several(
     cells = [run_config.allocation_of(config) for config in configs.values()]
     allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
     fullest = max(configs.values(), key=lambda config: estimate(config).rank)
-    about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
+    about = f"{model}: an array of {len(configs)} configurations, {allocated} at most"
     return PlannedSubmission(
         kind="verify",
         model=model,
@@ -182,7 +182,7 @@ def _array_problems(overrides: Sequence[Override]) -> list[str]:
     """Axes of the matrix that one array of jobs cannot have."""
     axes, _ = spread(overrides, [])
     return [
-        f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one verify for each, "
+        f"{axis}: the configurations are one array of jobs, which has one {axis.key}; submit one verify for each, "
         "and compare them with --against"
         for axis in axes
         if axis.key.partition(".")[0] in ARRAY_SECTIONS
@@ -208,7 +208,7 @@ def _array_scripts(
     judge = replace(
         job,
         name=f"{name}-judge",
-        about=f"{model}: compares the cells",
+        about=f"{model}: compares the configurations",
         nodes=1,
         gres=None,
         cpus=None,

@@ -198,7 +198,7 @@ def _checkpoint(plan: Plan, step: int | None) -> RunCheckpoint | None:
     checkpoint = checkpoints.select(run_dir.checkpoints, step, within=within, hashes=False)
     if checkpoint and checkpoint.read_manifest().identity_hash != plan.identity_hash:
         raise CheckpointError(
-            f"{checkpoint.path} belongs to another run: its identity is not the one of {run_dir.path}"
+            f"{checkpoint.path} belongs to another run: its experiment fingerprint is not the one of {run_dir.path}"
         )
     return checkpoint
 

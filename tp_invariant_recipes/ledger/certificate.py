@@ -210,7 +210,7 @@ def _checked(members: dict[str, bytes]) -> CertificateManifest:
         raise ValueError(f"its manifest is not of schema {SCHEMA}, which this version reads")
     for name in MEMBERS:
         if manifest.members.get(name) != _member(members[name]):
-            raise ValueError(f"{name} was altered: it is not what the manifest says")
+            raise ValueError(f"{name} was altered: it differs from the manifest")
     # The manifest must have exactly this content and form, since the hash covers its bytes.
     if data != _manifest({name: members[name] for name in MEMBERS}, manifest.summary):
         raise ValueError("its manifest holds more than a manifest does, or in another form")
@@ -248,7 +248,7 @@ def _unpack(data: bytes) -> dict[str, bytes]:
     """Return the members. ValueError or BadZipFile: the archive is damaged, or does not hold exactly these members."""
     body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
     if not data.startswith(CERTIFICATE_START) or seal != _seal(body):
-        raise ValueError("it was altered or cut short: its seal does not fit its bytes")
+        raise ValueError("it was altered or truncated: its seal does not fit its bytes")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         names = [entry.filename for entry in entries]

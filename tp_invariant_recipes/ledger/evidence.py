@@ -71,7 +71,8 @@ class Evidence(Record):
             who = f"one of these is wrong:\n{who}"
         wrong = f"{counted(self.bits, 'bit')} of {self.outputs} of {counted(self.of_, 'output')} wrong"
         judge = f"\njudged by {self.judge}" if self.judge else ""
-        return f"wrong bits at step {self.step}: {self.where}: {wrong if self.of_ else 'digests differ'}\n{who}{judge}"
+        found = wrong if self.of_ else "digests differ"
+        return f"silent data corruption at step {self.step}: {self.where}: {found}\n{who}{judge}"
 
 
 def write(file: Path, evidence: Evidence, tensors: Mapping[str, Any]) -> None:

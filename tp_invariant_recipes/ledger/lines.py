@@ -182,7 +182,7 @@ def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]
     wrong = "diverged: ranks are not lists of numbers of ranks"
     ranks = tuple(_counts(group, wrong) for group in _required(raw, "ranks", list))
     if not all(ranks) or not ranks:
-        raise ValueError("diverged: no ranks, so that nobody knows which replicas disagree")
+        raise ValueError("diverged: no ranks, so that the ranks that disagree are unknown")
     kind = _required(raw, "of", str)
     if kind not in _DIVERGING:
         raise ValueError(f"diverged: {kind!r} is not one of {', '.join(_DIVERGING)}")

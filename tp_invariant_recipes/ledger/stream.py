@@ -147,7 +147,7 @@ class StepsInFile(Sequence[StepRecord]):
         return line[:-1]
 
     def _changed(self) -> LedgerError:
-        return LedgerError(f"{self.file} was replaced or cut while it was read: repeat the command")
+        return LedgerError(f"{self.file} was replaced or truncated while it was read: repeat the command")
 
 
 def opened(file: Path, progress: Progress | None = None) -> Ledger:

@@ -153,7 +153,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
     """Make one attempt. number: counts this job's attempts from the same step. Raises as `_plan_and_train`."""
     if number > task.tries:
         raise RunError(
-            f"{task.tries} tries in a row began at step {planned.start}, and none reached another checkpoint; no more "
+            f"{task.tries} starts in a row began at step {planned.start}, and none reached another checkpoint; no more "
             f"(slurm.tries={task.tries})"
         )
     train.validate(planned)

@@ -355,4 +355,4 @@ class Heartbeat:
         if time.monotonic() - self.signs[number][1] > LOST:
             arrived = self.rendezvous.get(f"arrived/{number}")
             name = arrived.name if arrived else f"node {number}"
-            raise RunError(f"{name} of {self.rendezvous.node.names} has given no sign of life for {LOST:.0f} s")
+            raise RunError(f"{name} of {self.rendezvous.node.names} has sent no heartbeat for {LOST:.0f} s")

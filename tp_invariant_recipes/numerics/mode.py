@@ -38,8 +38,8 @@ else:
 
 # What a mode may cover beyond dense models of attention and feed-forward layers in bf16.
 EXPERTS, HYBRID, LATENT = "experts", "Mamba layers", "multi-latent attention"
-DELTA_NET, GATES = "gated delta nets", "gates of attention and of shared experts"
-MTP, PACKED = "multi-token prediction", "packed sequences"
+DELTA_NET, GATES = "gated delta nets", "gated attention and gated shared experts"
+MTP, PACKED = "MTP", "packed sequences"
 FAMILIES, CENTRED = "families with own layers", "zero-centred norm weights"
 LAYER_NORM, LEARNED = "LayerNorm", "learned positions"
 LORA, FINETUNING, TOKEN_LOSS = "LoRA", "fine-tuning", "a loss divided by the tokens of a step"

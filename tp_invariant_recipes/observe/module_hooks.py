@@ -87,7 +87,7 @@ class ModuleHooks:
         stage = _Stage(number, first=model.pre_process, last=model.post_process)
         for name, module, row in _modules(model):
             if self.once and name.partition(".")[0] == EMBEDDING and not stage.first:
-                continue  # multi-token prediction has a copy of it
+                continue  # MTP has a copy of it
             watched = _HookedModule(self, stage, name, row)
             self._handles.append(module.register_forward_pre_hook(watched.before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(watched.after))

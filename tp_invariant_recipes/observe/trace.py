@@ -71,7 +71,7 @@ class Tracing(Callback):
         hooks.unhook()
         self.latest, self.diverged = merged(gathered(hooks.seen()))
         if missing := unmatched(self.awaited, [tensor.name for tensor in self.latest if tensor.digest is not None]):
-            raise RunError(f"ledger.dump: not in the trace, or without a place in the whole model:{missing}")
+            raise RunError(f"ledger.dump: not in the trace, or without a position in the whole model:{missing}")
         if self.dumps is not None:
             self.dumps.close_step(hooks.step)
 

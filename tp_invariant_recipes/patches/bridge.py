@@ -124,7 +124,7 @@ MULTI_TOKEN_MASK = Patch(
         "megatron.core.models.gpt.gpt_model:process_mtp_loss": with_the_mask,
         "megatron.core.models.hybrid.hybrid_model:process_mtp_loss": with_the_mask,
     },
-    why="with model.mtp_num_layers every token counts in the losses of multi-token prediction, masked prompts and "
+    why="with model.mtp_num_layers every token counts in the losses of MTP, masked prompts and "
     "padding as well: Megatron-Bridge does not pass the loss mask to the model",
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/6103",
     reached=predicts_tokens_of_whole_sequences,

@@ -167,7 +167,7 @@ CHECKPOINTS = (
         package="megatron-core",
         need=Looks(_shared_key_map, "get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map"),
         replaces={"megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules": as_transformer_engine},
-        why="with model.transformer_impl=local Megatron-Core saves norms of experts' layers and of latent attention "
+        why="with model.transformer_impl=local Megatron-Core saves norms of experts' layers and of MLA "
         "under other names than with Transformer Engine's layers, so that neither reads the other's checkpoints",
     ),
 )
@@ -293,11 +293,11 @@ SINKS = Patch(
     package="megatron-core",
     need=Looks(
         Form("transformer/dot_product_attention.py", "__init__", has="softmax_offset", lacks="tensor_model_parallel"),
-        "a DotProductAttention that does not mark its sinks",
+        "a DotProductAttention that does not mark its attention sinks",
     ),
     replaces={"megatron.core.transformer.dot_product_attention:DotProductAttention.__init__": marked_as_split},
-    why="with model.softmax_type=learnable and tp > 1 the norm that clips gradients has the sinks of the first "
-    "tensor-parallel rank alone: Megatron-Core does not mark them as split",
+    why="with model.softmax_type=learnable and tp > 1 the norm that clips gradients has the attention sinks "
+    "of the first tensor-parallel rank alone: Megatron-Core does not mark them as split",
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7530",
     reached=split_sinks,
 )

@@ -147,8 +147,8 @@ def splits_muon_in_blocks(config: RunConfig) -> bool:
 
 
 FAULTS = (
-    Fault("norm of sinks", "Megatron-LM #7452, finding 8, and #7530",
-        "the clipping norm has the sinks of one tensor-parallel rank alone", core.split_sinks, "^norm/",
+    Fault("norm of attention sinks", "Megatron-LM #7452, finding 8, and #7530",
+        "the clipping norm has the attention sinks of one tensor-parallel rank alone", core.split_sinks, "^norm/",
         patch=core.SINKS),
     Fault("norm of delta nets", "Megatron-LM #7452, finding 11",
         "without sequence parallelism each tensor-parallel rank keeps its own gradient of out_norm",
@@ -156,8 +156,8 @@ FAULTS = (
     Fault("biases of experts", "no report yet", "biases of experts' second matrices get tp times their gradient",
         split_biased_experts, r"^(gradients|updates)/.*experts.*linear_fc2\.bias|^norm/",
         patch=core.EXPERT_BIAS_SUM),
-    Fault("multi-token prediction over cp", "Megatron-LM #7498",
-        "losses of multi-token prediction are divided by the tokens of one context-parallel rank",
+    Fault("MTP over cp", "Megatron-LM #7498",
+        "losses of MTP are divided by the tokens of one context-parallel rank",
         lambda config: config.shape.depths and config.layout.cp > 1, _LOSSES, patch=core.MULTI_TOKEN),
     Fault(
         "masked losses over cp",
@@ -168,9 +168,9 @@ FAULTS = (
         _UNEQUAL_PARTS,
     ),
     Fault(
-        "mask of multi-token prediction",
+        "mask of MTP",
         "Megatron-Bridge #6103, Megatron-LM #3959",
-        "masked tokens count in the losses of multi-token prediction",
+        "masked tokens count in the losses of MTP",
         lambda config: config.shape.depths and _masked(config),
         _LOSSES,  # where the reference is patched
         patch=bridge.MULTI_TOKEN_MASK,

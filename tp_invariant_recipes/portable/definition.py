@@ -31,7 +31,7 @@ def ampere(a: Tensor, b: Tensor) -> Tensor:
 
 
 SUMS: tuple[tuple[str, Callable[[Tensor, Tensor], Tensor]], ...] = (
-    ("it keeps 24 bits and adds 8 products at once, as Ampere and Ada cards do", ampere),
+    ("it keeps 24 bits and adds 8 products at once, as Ampere and Ada GPUs do", ampere),
 )
 
 
@@ -81,13 +81,14 @@ def require_conformance(gpu: int | None = None, *, fp8: bool = False) -> None:
     different = differences(gpu)
     if different:
         raise RunError(
-            f"numerics=portable: {named(gpu)} computes other bits than the definition{_known_sum(gpu)}, so the run's "
+            f"numerics=portable: {named(gpu)} is not bitwise identical to the definition{_known_sum(gpu)}, so "
+            "the run's "
             f"ledger would hold for such machines only: {few(different, NAMED, '; ')}; or numerics=tree"
         )
     different = fp8_differences(gpu) if fp8 else []
     if different:
         raise RunError(
-            f"numerics=portable: {named(gpu)} adds FP8 products otherwise (Blackwell is expected to), so the run's "
+            f"numerics=portable: {named(gpu)} adds FP8 GEMMs in another order (Blackwell is expected to), so the run's "
             f"ledger would hold for such machines only: {few(different, NAMED, '; ')}; "
             "precision=bf16 or precision=mxfp8, or numerics=tree"
         )
@@ -97,7 +98,7 @@ def differences(gpu: int | None) -> list[str]:
     """List what a device computes in another way: a line a recorded case, with its bits; empty: nothing."""
     lines = _differences(_bf16_rows(), gpu)
     if functions(gpu) != FUNCTIONS:
-        lines.append("exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee/math.py")
+        lines.append("exp, log, sigmoid, rsqrt or exp2: not bitwise identical to portable/ieee/math.py")
     return lines
 
 

@@ -18,7 +18,7 @@ LAYERS = {
     "TopKRouter": "portable.layers:PortableTopKRouter",
     "SequentialMLP": "portable.layers:PortableSequentialMLP",
 }
-_STATED = "a library's function has other bits on another machine"
+_STATED = "a library's function is not bitwise identical on another machine"
 REPLACEMENTS = (
     instead("megatron.core.transformer.mlp:MLP.forward", "portable.layers:mlp_forward", _STATED),
     instead("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable.layers:apply_rotary_pos_emb",

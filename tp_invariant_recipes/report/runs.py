@@ -58,7 +58,7 @@ class Run:
             sentences.append(f"steps skipped: {skipped}")
         diverged = [step.step for step in self.ledger.steps if step.diverged]
         if diverged:
-            sentences.append(f"replicas disagree, first at step {diverged[0]}")
+            sentences.append(f"ranks disagree, first at step {diverged[0]}")
         if self.unread:
             sentences.append(f"incomplete lines of progress.jsonl, left out: {self.unread}")
         return tuple(sentences)

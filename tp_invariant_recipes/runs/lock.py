@@ -261,11 +261,9 @@ def _judge(there: Holder | None, me: Holder, *, free: bool) -> _Verdict:
     if age > STALE:
         return _Verdict(True, WATCH)
     if age < -HEARTBEAT:
-        ahead = (
-            f"; its last sign of life is {-age:.0f} s in the future: the clocks of {there.host} and {me.host} differ"
-        )
+        ahead = f"; its last heartbeat is {-age:.0f} s in the future: the clocks of {there.host} and {me.host} differ"
         return _Verdict(False, why=f"{ahead}; if no process trains there, remove write.lock")
-    return _Verdict(False, why=f"; its last sign of life was {max(age, 0):.0f} s ago, and {STALE:.0f} s count as dead")
+    return _Verdict(False, why=f"; its last heartbeat was {max(age, 0):.0f} s ago, and {STALE:.0f} s count as dead")
 
 
 def _here(there: Holder, me: Holder) -> bool:

@@ -54,7 +54,7 @@ def _read(cache: Path) -> dict[str, CheckpointFile]:
     try:
         return checked(IndexManifest, parse_json(read_limited(file, LARGEST))).files if file.exists() else {}
     except (OSError, ValueError) as error:
-        raise RunError(f"{file}: {reason(error)}; remove {cache}, and the next attempt builds it again") from error
+        raise RunError(f"{file}: {reason(error)}; remove {cache}, and the next start builds it again") from error
 
 
 TAKEN = " is not empty: continue it (--resume {0}) or choose another run.dir"

@@ -35,7 +35,7 @@ class Variable:
 _GPU = ("gpu",)
 _CPU = ("cpu",)
 _WORKSPACE = "cuBLAS chooses its algorithm by the workspace that it has"
-_EMULATED = "cuBLAS would compute products from parts of their operands"
+_EMULATED = "cuBLAS would compute a GEMM from parts of its operands"
 _NVLS = "in-switch reduction (NVLS) adds in an order of its own"
 _ALGORITHM = f"{_NVLS}, and NCCL gathers by no other algorithm than Ring on every machine: a rank would fail"
 _MARGIN = "the number of multiprocessors decides how Transformer Engine splits its sums"
@@ -43,7 +43,7 @@ _ATTENTION = "each implementation of attention has its own order of sums; choose
 _KERNEL = "another kernel adds in an order of its own"
 _TIMED = "torch times algorithms in every process, and takes the fastest"
 _THREADS = "the number of threads decides how a CPU splits its sums"
-_ROUNDED = "fp32 products must not round their inputs"
+_ROUNDED = "fp32 GEMMs must not round their operands"
 
 ORDERED = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -57,7 +57,7 @@ VARIABLES = (
     Variable("PYTORCH_TUNABLEOP_ENABLED", "0", _GPU, _TIMED),
     Variable("CUBLAS_EMULATE_SINGLE_PRECISION", "0", _GPU, _EMULATED),
     Variable("CUBLAS_EMULATE_DOUBLE_PRECISION", "0", _GPU, _EMULATED),
-    Variable("NVIDIA_TF32_OVERRIDE", "0", _GPU, "fp32 products must not round their inputs to TF32"),
+    Variable("NVIDIA_TF32_OVERRIDE", "0", _GPU, "fp32 GEMMs must not round their operands to TF32"),
     # NVIDIA's images set it to 1, which NVIDIA_TF32_OVERRIDE=0 overrules.
     Variable("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", _GPU, _ROUNDED, ("1",)),
     Variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", _GPU, "Transformer Engine's attention backward adds atomically"),
@@ -71,7 +71,7 @@ VARIABLES = (
     Variable("NVTE_NORM_BWD_USE_CUDNN", None, _GPU, _KERNEL, ("0",)),
     Variable("NVTE_USE_CUTLASS_GROUPED_GEMM", None, _GPU, _KERNEL, ("0",)),
     Variable("NVTE_CUTEDSL_FUSED_GROUPED_MLP", None, _GPU, _KERNEL, ("0",)),
-    Variable("TRITON_F32_DEFAULT", None, _GPU, "it decides how Triton's products round their fp32 inputs"),
+    Variable("TRITON_F32_DEFAULT", None, _GPU, "it decides how Triton's GEMMs round their fp32 operands"),
     Variable("TRITON_DEFAULT_FP_FUSION", None, _GPU, "Triton would round products before it adds them", ("1",)),
     # Bridge's deterministic mode requires it on a CPU, too, where nothing else reads it.
     Variable("NCCL_ALGO", "^NVLS", ("cpu", "gpu"), _ALGORITHM, ("Ring",), usual=_CPU),

@@ -135,7 +135,7 @@ def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spare: 
     if missing:
         yield f"there is no tensor {few(missing, SHOWN)}"
     if more:
-        yield f"no place in the model for the tensor {few(more, SHOWN)}"
+        yield f"the model has no parameter for the tensor {few(more, SHOWN)}"
     shapes = [name for name in wanted if name in there and there[name].shape != wanted[name]]
     if shapes:
         each = [f"{name} {list(there[name].shape)} instead of {list(wanted[name])}" for name in shapes]

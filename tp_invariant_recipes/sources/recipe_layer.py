@@ -40,9 +40,9 @@ TPI_FIELDS = {
     "checkpoint.dist_ckpt_optim_fully_reshardable": "a checkpoint can be read in every layout",
     "dataset.path_to_cache": "the index of the data goes to run.dir",
     **{f"dataset.{name}": "tpi downloads no examples; dataset.dataset_root" for name in finetuning.DOWNLOADS},
-    **{f"logger.{name}": "logging= decides where curves are drawn" for name in LOGGED},
-    "logger.comet_api_key": "logging= decides where curves are drawn, and a key is never written down",
-    "rerun_state_machine.rerun_mode": "the ledger says whether steps repeat",
+    **{f"logger.{name}": "logging= selects the tracking service" for name in LOGGED},
+    "logger.comet_api_key": "logging= selects the tracking service, and a key is never written down",
+    "rerun_state_machine.rerun_mode": "the ledger shows whether steps repeat",
     "scheduler.override_opt_param_scheduler": "a run that goes on takes its schedule from its checkpoint",
     "train.exit_signal_handler": "SIGTERM saves a checkpoint",
 }

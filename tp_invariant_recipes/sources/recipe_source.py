@@ -364,7 +364,7 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
 
         return classmethod(from_pretrained)
 
-    why = "a recipe resolves without a network, or says what to fetch"
+    why = "a recipe resolves without a network, or names the files to fetch"
     with applied(
         [
             Replacement(_OFFLINE, lambda _: True, why),

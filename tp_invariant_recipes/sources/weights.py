@@ -90,7 +90,7 @@ def read(folder: Path) -> Checkpoint:
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
-        problems.append(f"there is no {CONFIG}, which says what model it is")
+        problems.append(f"there is no {CONFIG}, which names the model")
         return {}
     try:
         config = parse_json(read_limited(file, LARGEST_CONFIG))

@@ -13,7 +13,7 @@ FP8 = f"{DENSE} seq=128 gbs=1 tp=2 numerics=tree precision=fp8_tensorwise model.
 LAYER = "decoder.layers.0"
 ATTENTION, MLP = f"{LAYER}.self_attention", f"{LAYER}.mlp"
 DOUBLED, HALVED = "constant ratio 2 (added twice)", "constant ratio 0.5 (half is missing)"
-SUM, MEAN = (f"each rank has a part: the {name} over 2 ranks is right" for name in ("sum", "mean"))
+SUM, MEAN = (f"each rank has a partial result: the {name} over 2 ranks is right" for name in ("sum", "mean"))
 
 
 # Bug, configuration, kind and module of the first tensor that is beyond rounding, the shape of its error (None: any).

@@ -15,16 +15,20 @@ pytestmark = pytest.mark.usefixtures("bridge", "here")
 EXPERTS = "qwen3_moe_toy gbs=4 tp=2"
 # Words of a run, the fault that strikes it without its patch, a neighbour that it does not strike.
 ROWS = (
-    ("norm of sinks", "qwen3_toy tp=2 model.softmax_type=learnable", "qwen3_toy model.softmax_type=learnable"),
+    (
+        "norm of attention sinks",
+        "qwen3_toy tp=2 model.softmax_type=learnable",
+        "qwen3_toy model.softmax_type=learnable",
+    ),
     (
         "norm of delta nets",
         "qwen3_next_toy tp=2 sp=false model.num_moe_experts=null",
         "qwen3_next_toy tp=2 model.num_moe_experts=null",
     ),
     ("biases of experts", f"{EXPERTS} model.add_bias_linear=true", EXPERTS),
-    ("multi-token prediction over cp", "qwen3_toy cp=2 model.mtp_num_layers=1", "qwen3_toy model.mtp_num_layers=1"),
+    ("MTP over cp", "qwen3_toy cp=2 model.mtp_num_layers=1", "qwen3_toy model.mtp_num_layers=1"),
     (
-        "mask of multi-token prediction",
+        "mask of MTP",
         "qwen3_toy model.mtp_num_layers=1 dataset.eod_mask_loss=true",
         "qwen3_toy model.mtp_num_layers=1",
     ),
@@ -90,7 +94,7 @@ SHOWN = (
     (f"{EXPERTS} mbs=2", f"{ROUTER}/auxiliary", "aux_loss of a micro-batch"),
     (f"{EXPERTS} mbs=2", f"{ROUTER}/input", None),
     (MASKED, OUTPUT, "masked losses over cp"),
-    (f"{MASKED} model.calculate_per_token_loss=true", OUTPUT, "mask of multi-token prediction"),
+    (f"{MASKED} model.calculate_per_token_loss=true", OUTPUT, "mask of MTP"),
     (MASKED, "forward/output_layer/output", None),  # a tied weight
     (MASKED, "gradients/decoder.final_layernorm.weight", None),  # not summed
     (BLOCKWISE, "updates/decoder.layers.0.self_attention.linear_proj.weight", "blocks of Muon"),

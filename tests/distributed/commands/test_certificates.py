@@ -61,7 +61,7 @@ def test_every_case_has_a_small_certificate_with_all_digests_of_enough_steps():
 def test_this_cpu_computes_the_certificates_bits(shared, file):
     done = verify(shared, file, "tp=1,2", name=file.stem)
     assert done.status == 0, done.stdout + done.stderr
-    assert f"identical: tp=1, 2 computed the same bits as {file.name} over {STEPS} steps" in done.stdout
+    assert f"identical: tp=1, 2 are bitwise identical to {file.name} over {STEPS} steps" in done.stdout
 
 
 def of_a_gpu():
@@ -75,7 +75,7 @@ def test_the_first_steps_of_a_gpus_certificate(shared):
     file = of_a_gpu()
     done = verify(shared, file, "tp=1", "train.exit_interval=2", name="first")
     assert done.status == 0, done.stdout + done.stderr
-    assert f"identical: tp=1 computed the same bits as {file.name} over 2 of {STEPS} steps" in done.stdout
+    assert f"identical: tp=1 is bitwise identical to {file.name} over 2 of {STEPS} steps" in done.stdout
 
 
 @pytest.mark.release
@@ -86,7 +86,7 @@ def test_this_cpu_computes_two_steps_of_a_real_model(shared, file):
     precision = "precision=fp8_tensorwise" if "fp8" in file.stem else "precision=bf16"
     words = ("qwen3_0p6b", "seq=128", "gbs=1", "iters=2", precision, "device=cpu", "tp=1", "--dir", file.stem)
     done = shared("verify", *words, *MAKE.ALWAYS, "--against", file.name, before=all_documents, status=0)
-    assert f"identical: tp=1 computed the same bits as {file.name} over 2 steps" in done.stdout
+    assert f"identical: tp=1 is bitwise identical to {file.name} over 2 steps" in done.stdout
 
 
 def test_one_kept_bit_less_differs(shared):
@@ -97,4 +97,4 @@ def test_one_kept_bit_less_differs(shared):
     file = of_a_gpu()
     done = verify(shared, file, "tp=1", "train.exit_interval=1", before=plant, name="less")
     assert done.status == 1, done.stdout + done.stderr
-    assert f"different: tp=1 computed other bits than {file.name} at step 1" in done.stdout
+    assert f"different: tp=1 is not bitwise identical to {file.name} at step 1" in done.stdout

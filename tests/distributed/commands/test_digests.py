@@ -124,7 +124,7 @@ def _flip(name, bit, *, master=False):
 def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
     flip = _flip("layers.0.input_layernorm.weight", 3, master=True)
     done = tpi("train", *SMALL.split(), "tp=4", "iters=1", "run.dir=run", before=_at_step(1, 2, flip), status=0)
-    assert "warning: replicas of a tensor disagree at step 1" in done.stderr
+    assert "warning: ranks disagree on a tensor at step 1" in done.stderr
     ledger = read(tpi.folder / "run")
     assert ledger.steps[0].diverged == (("masters", NORM, ((0, 1, 3), (2,))),)
 

@@ -42,7 +42,9 @@ def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenar
     """Checkpoints of the last `guard.every` steps are set aside, and the run goes on from the one before."""
     words = (*SOUND, "save=1", "guard=products", "guard.products=32", "guard.every=2")
     message = guard_message(tpi, Planted("product", always=True, step=4, rank=0), *words)
-    match = re.match(r"wrong bits at step (\d+): (weight gradient|forward pass|input gradient) of ([\w.]+): ", message)
+    match = re.match(
+        r"silent data corruption at step (\d+): (weight gradient|forward pass|input gradient) of ([\w.]+): ", message
+    )
     assert match, message
     step = int(match[1])
     assert "1 bit of 1 of " in message
@@ -67,7 +69,7 @@ def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenar
 def test_a_shadow_step_finds_a_fault_of_its_step(tpi, kernel, always):
     model = EXPERTS if kernel == "experts" else DENSE
     message = guard_message(tpi, Planted(kernel, always=always), *model, "dp=2", "iters=3", *EVERY_STEP)
-    assert message.startswith("wrong bits at step 2: ")
+    assert message.startswith("silent data corruption at step 2: ")
     assert re.search(r"^rank 1 on ", message, re.MULTILINE)
     assert "one of these is wrong" not in message
     proven = kernel in ("product", "contraction", "attention")
@@ -103,7 +105,7 @@ def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
                 Planted("attention", step=step).plant()
 
     message = guard_message(tpi, TwoFaults(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
-    assert message.startswith("wrong bits at step 3: ")
+    assert message.startswith("silent data corruption at step 3: ")
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
     assert "not comparable: nothing was computed again" in tpi("check", files(tpi)[0], status=2).stdout
 
@@ -116,7 +118,7 @@ def test_all_memory_is_looked_at_before_a_shadow_step(tpi, every, noticed):
     message = guard_message(tpi, fault, *DENSE, "dp=2", "iters=3", "guard=shadow", f"guard.every={every}")
     assert (message is not None) is noticed
     if noticed:
-        assert "wrong bits at step 2: " in message
+        assert "silent data corruption at step 2: " in message
         assert "changed in memory" in message
 
 
@@ -185,7 +187,7 @@ KEEPING = {
     "capacity": f"{ROUTED} model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true",
     "experts' bias": f"{ROUTED} model.moe_router_enable_expert_bias=true model.moe_router_bias_update_rate=0.1 "
     "model.moe_router_score_function=sigmoid model.moe_router_load_balancing_type=none",
-    "multi-token prediction": f"{' '.join(DENSE)} model.mtp_num_layers=2",
+    "MTP": f"{' '.join(DENSE)} model.mtp_num_layers=2",
     "gated delta nets": NEXT,
     "mamba": small("nemotron3_nano_toy"),
     "FP8": f"{WIDE} precision=fp8_tensorwise",
@@ -230,14 +232,14 @@ def test_routers_count_each_data_shard_by_itself(tpi, kept):
     fault = Planted("norm of heads", always=True, bit=6)
     words = (*KEEPING[kept].replace("seq=32", "seq=64").split(), *SEVERAL, "iters=2", *EVERY_STEP)
     message = guard_message(tpi, fault, *words)
-    assert "wrong bits at step 2: backward pass at the " in message
+    assert "silent data corruption at step 2: backward pass at the " in message
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
     assert "one of these is wrong" in guard_message(tpi, _joined(fault), *words, run="control")
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("always", (False, True))
-@pytest.mark.parametrize("kept", ("experts' bias", "seq_aux_loss", "multi-token prediction", "mamba"))
+@pytest.mark.parametrize("kept", ("experts' bias", "seq_aux_loss", "MTP", "mamba"))
 def test_a_repetition_begins_as_the_step_did(tpi, kept, always):
     """The passes of a step end with other biases of experts."""
     words = (*KEEPING[kept].split(), *SEVERAL, "iters=2", *EVERY_STEP)
@@ -248,7 +250,8 @@ def test_a_repetition_begins_as_the_step_did(tpi, kept, always):
 
 def checks(run):
     """How many checks the last rank has made, without a finding."""
-    match = re.search(r"guard: (\d+) checks, 0 of them found wrong bits", (run / "logs" / "rank-1.log").read_text())
+    log = (run / "logs" / "rank-1.log").read_text()
+    match = re.search(r"guard: (\d+) checks, 0 of them detected silent data corruption", log)
     assert match
     return int(match[1])
 
@@ -259,7 +262,7 @@ def test_a_portable_product_is_judged_by_its_definition(tpi, portable_loops):
     fault = Planted("defined", always=True, rank=0)
     words = (*DENSE, "seq=64", "numerics=portable", "iters=40", "guard=products", "guard.products=16")
     message = guard_message(tpi, fault, *words)
-    assert "judged by the product's definition, computed by the host's CPU" in message
+    assert "judged by the definition of the GEMM, computed by the host's CPU" in message
     judged = tpi("check", files(tpi)[0], status=1)
     assert "its definition, computed on this CPU" in judged.stdout
 

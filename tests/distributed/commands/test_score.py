@@ -222,7 +222,7 @@ def test_a_correct_engine_is_within_and_faults_are_named(shared, folder, scored)
     assert against(shared, "right", status=0)["suspects"] == []
     result = against(shared, "warm", status=1)
     warm, shifted = result["suspects"], against(shared, "shifted", status=1)["suspects"]
-    assert shifted == ["off by one: at a token's place stands the log-probability of the next token"]
+    assert shifted == ["off by one: each token has the log-probability of the next token"]
     assert len(warm) == 1
     assert "a temperature of about 0.80 is applied" in warm[0]
     assert [item["from"] for item in result["by_position"]] == [1 << n for n in range(8)]

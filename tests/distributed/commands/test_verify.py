@@ -20,7 +20,7 @@ def tree(shared):
 
 
 def rows(stdout: str) -> list[list[str]]:
-    """The cells of the table, without its head. In a pipe it has no rules, and nothing else is indented."""
+    """The configurations of the table, without its head. In a pipe it has no rules, and nothing else is indented."""
     return [line.split() for line in stdout.splitlines()[1:] if line.startswith(" ")]
 
 
@@ -29,7 +29,7 @@ def test_tree_numerics_are_identical_and_the_table_names_each_cell(tree, shared)
     assert (first[:3], first[4:]) == (["tp=1", "1", "2"], ["reference"])
     assert (second[:3], second[4:]) == (["tp=2", "2", "2"], ["identical"])
     assert first[3] == second[3]
-    line = "identical: tp=1, 2 computed the same bits over 2 steps (loss, gradient norm, learning rate, gradients"
+    line = "identical: tp=1, 2 are bitwise identical over 2 steps (loss, gradient norm, learning rate, gradients"
     assert line in tree.stdout
     assert "1 of 2: tp=1 on 1 cpu rank, 2 steps" in tree.stderr
     assert "2 of 2: tp=2 on 2 cpu ranks, 2 steps" in tree.stderr
@@ -51,7 +51,7 @@ def test_stock_numerics_differ_and_say_what_to_do(shared):
     stock = ("numerics=stock", "numerics.initial_weights=invariant")
     done = shared("verify", *SMALL, "tp=1,2", *stock, "--dir", "stock", status=1)
     assert rows(done.stdout)[1][4:] == ["different", "at", "step", "1:", "loss"]
-    assert "different: tp=2 computed other bits than tp=1 at step 1: loss " in done.stdout
+    assert "different: tp=2 is not bitwise identical to tp=1 at step 1: loss " in done.stdout
     assert "docs/audit.md tells rounding from a fault" in " ".join(done.stdout.split())
     assert "continue with: tpi bisect stock/tp1 stock/tp2" in done.stdout
 
@@ -60,7 +60,8 @@ def test_stock_numerics_differ_and_say_what_to_do(shared):
 def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shared):
     """Megatron draws others for every tp."""
     done = shared("verify", *SMALL, "iters=1", "tp=1,2", "numerics=stock", "--dir", "drawn", status=1)
-    assert "different: tp=2 computed other bits than tp=1: initial weight of embedding.word_embeddings" in done.stdout
+    first = "different: tp=2 is not bitwise identical to tp=1: initial weight of embedding.word_embeddings"
+    assert first in done.stdout
     assert "numerics.initial_weights=invariant starts all of them from the same weights" in done.stdout
     assert "continue with: tpi compare drawn/tp1 drawn/tp2" in done.stdout
 
@@ -100,7 +101,7 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert "continue with: tpi verify --last-failed --dir m" in message
     completed = tpi("verify", "--last-failed", "--dir", "m", status=0)
     assert "1 of 1: tp=2 on 2 cpu ranks, 6 steps" in completed.stderr
-    assert "identical: tp=1, 2 computed the same bits over 6 steps" in completed.stdout
+    assert "identical: tp=1, 2 are bitwise identical over 6 steps" in completed.stdout
     attempts = json.loads((tpi.folder / "m" / "tp2" / "run.json").read_text())["attempts"]
     assert [attempt["from_step"] for attempt in attempts] == [0, 3]
 

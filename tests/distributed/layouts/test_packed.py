@@ -273,7 +273,7 @@ SETTINGS = {
     "packed numerics=stock": "no attention for packed sequences but with numerics=tree",
     "packed cp=2 numerics.context_shards=2": "fine-tuning with context parallelism is not covered",
     "packed model.mtp_num_layers=1 model.calculate_per_token_loss=false": "is covered where each token counts alike",
-    "packed ledger.trace=1": "a trace has one place for the module of a row",
+    "packed ledger.trace=1": "a trace has one entry for the module of a row",
     "packed dataset.offline_packing_specs.packed_metadata_path=a.json": "tpi packs the examples",
     "packed dataset.offline_packing_specs.packed_train_data_path=a.parquet": "a.parquet",
     "experts_packed dataset.offline_packing_specs.pad_seq_to_mult=8": "pad_seq_to_mult / numerics.virtual_shards",

@@ -98,7 +98,7 @@ REFUSED = (
     (
         "Linear",
         {"parallel_mode": "column", "out_features": 12, "parameters_split": ("gate", "up")},
-        ["transformer_engine Linear: out_features: 4 virtual shards (TPI_SHARDS) do not divide a segment of 6 rows"],
+        ["transformer_engine Linear: out_features: 4 virtual shards (TPI_SHARDS) do not divide a matrix of 6 rows"],
     ),
     (
         "LayerNormLinear",
@@ -169,7 +169,7 @@ def test_what_only_a_forward_pass_shows_is_refused_there(modules):
         module(x)
     del module.weight.main_grad
     module.weight.partition_stride = 32
-    with pytest.raises(ConfigError, match="do not divide a segment of 2 rows"):
+    with pytest.raises(ConfigError, match="do not divide a matrix of 2 rows"):
         module(x)
 
 

@@ -89,9 +89,9 @@ def test_a_benchmark_has_one_result_in_two_layouts_and_stock_has_not(shared):
     place = folder(shared.folder / "hf", "qwen3_moe")
     words = (f"recipe={BENCHMARK}", f"recipe.hf_folder={place}", *CUT_BENCHMARK.split(), "tp=1,2")
     done = shared("verify", *words, "--dir", "benchmark", status=0)
-    assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
+    assert "identical: tp=1, 2 are bitwise identical over 2 steps" in done.stdout
     adjusted = read(shared.folder / "benchmark" / "tp1").header.notes["adjusted"]
     for line in ADJUSTED:
         assert any(message.startswith(line) for message in adjusted), adjusted
     done = shared("verify", *words, *AS_STOCK.split(), "--dir", "benchmark-stock", status=1)
-    assert "different: tp=2 computed other bits than tp=1" in done.stdout
+    assert "different: tp=2 is not bitwise identical to tp=1" in done.stdout

@@ -187,7 +187,7 @@ def test_a_run_of_a_users_recipe_records_it(mine, shared):
 @pytest.mark.release  # in `make test`: layouts/test_packed.py, whose recipes are a user's
 def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
     done = shared("verify", "recipe=mine.py:small", "tp=1,2", "--dir", "tree", status=0)
-    assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
+    assert "identical: tp=1, 2 are bitwise identical over 2 steps" in done.stdout
 
 
 @pytest.mark.release
@@ -195,7 +195,7 @@ def test_pp_need_not_divide_the_layers(mine, shared):
     done = shared(
         "verify", "recipe=mine.py:small", "pp=1,2", "model.num_layers=3", "numerics=tree", "--dir", "pp", status=0
     )
-    assert "identical: pp=1, 2 computed the same bits over 2 steps" in done.stdout
+    assert "identical: pp=1, 2 are bitwise identical over 2 steps" in done.stdout
     message = read(shared.folder / "pp" / "pp2").header.notes["adjusted"]
     assert [line.partition(":")[0] for line in message if "pipeline_stage" in line] == [
         f"model.{name}" for name in run_config.UNEVEN
@@ -208,7 +208,7 @@ def test_pp_need_not_divide_the_layers(mine, shared):
 def test_with_stock_numerics_it_has_not(mine, shared):
     stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1", "gbs=1")
     done = shared("verify", "recipe=mine.py:small", "tp=1,2", *stock, "--dir", "stock", status=1)
-    assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
+    assert "different: tp=2 is not bitwise identical to tp=1 at step 1" in done.stdout
 
 
 @pytest.mark.parametrize("function", WRONG)

@@ -220,7 +220,7 @@ def test_tries_that_end_without_a_word_count_too(nodes):
     assert [a["outcome"] for a in nodes.attempts("run")] == [None, None]
     statuses, message = nodes(*arguments)
     assert statuses == {0: 2, 1: 2}
-    assert "2 tries in a row began at step 0, and none reached another checkpoint; no more" in message
+    assert "2 starts in a row began at step 0, and none reached another checkpoint; no more" in message
     assert nodes.word("run") == "failed\n"
     nodes.job = free_job(int(nodes.job))  # submitted again, it has its tries again
     nodes.restart = 0

@@ -128,7 +128,7 @@ def test_a_run_that_ends_early_is_not_completed(tpi):
 def test_a_signal_that_only_a_rank_gets_does_not_complete_the_run(whole, tpi):
     process = tpi.start(*RUN, "save=0", "run.dir=run", before=at_step(3, _term_oneself))
     assert process.wait() == 2
-    assert "the ranks ended at step 3 of 4, and nothing had failed; Bridge's log says why: " in process.stderr
+    assert "the ranks ended at step 3 of 4, and nothing had failed; the reason is in " in process.stderr
     assert "completed" not in process.stderr
     assert _outcome(tpi) == "failed"
     for _ in range(2):  # the second finds nothing left to train

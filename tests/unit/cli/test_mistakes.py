@@ -68,7 +68,7 @@ AUDIT = (
 )  # fmt: skip
 VERIFY = (
     ([], ["name a model to verify"]),
-    (["qwen3_toy", "tp=2"], ["one cell has nothing to be compared with", "as in tp=1,2,4", "--against FILE"]),
+    (["qwen3_toy", "tp=2"], ["a sweep of one configuration compares nothing", "as in tp=1,2,4", "--against FILE"]),
     (["qwen3_toy", "tp=1,2", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
     (["qwen3_toy", "tp=1,2,1"], ["tp=1,2,1: 1 is given twice"]),
     (["qwen3_toy", "tp=1,2", "tp=4"], ["tp has several values and is given twice"]),
@@ -79,10 +79,12 @@ VERIFY = (
     (["qwen3_toy", "tp=range(3,1)"], ["tp=range(3,1): gives no value"]),
     (["qwen3_toy", "tp=range(1,9,0)"], ["tp=range(1,9,0): ", "list the values, as in tp=1,2,4"]),
     (["qwen3_toy", "lr=interval(0,1)"], ["lr=interval(0,1): ", "list the values"]),
-    (["qwen3_toy", "tp=range(1,100000000)"], ["more than 100 cells"]),
-    (["qwen3_toy", "tp=range(1,13)", "pp=range(1,13)"], ["tp=range(1,13) pp=range(1,13): more than 100 cells"]),
+    (["qwen3_toy", "tp=range(1,100000000)"], ["more than 100 configurations"]),
+    (["qwen3_toy", "tp=range(1,13)", "pp=range(1,13)"], ["tp=range(1,13) pp=range(1,13): more than 100 "
+        "configurations"]),
     (["qwen3_toy", "tp=1,2", "seed=1,2"], ["seed=1,2 makes different runs: ", "rng.seed", "not comparable"]),
-    (["qwen3_toy", "iters=3,4"], ["cells of 3 and 4 steps: a matrix has one length", "iters=3,4 makes different runs"]),
+    (["qwen3_toy", "iters=3,4"], ["configurations of 3 and 4 steps: a sweep has one "
+        "length", "iters=3,4 makes different runs"]),
     (["qwen3_toy", "device=cpu,gpu"], ["device=gpu: device=gpu, but this machine shows no GPU"]),
     (["qwen3_toy", "tp=1", "--against", "none"], ["--against: none does not exist"]),
     (["qwen3_toy", "tp=1", "--against", "taken/file"], ["--against: taken/file line 1: empty file"]),
@@ -92,7 +94,7 @@ VERIFY = (
     (
         ["qwen3_toy", "tp=1,3,5", "seed=1,2", "gbs=3", "mbs=2", "foo=3", "run.dir=x", "pp=2,2"],
         [
-            "run.dir=x: every cell has a run directory of its own",
+            "run.dir=x: every configuration has its own run directory",
             "--dir PATH",
             "pp=2,2: 2 is given twice",
             "foo=3: unknown key 'foo'",

@@ -188,9 +188,9 @@ def test_another_expert_may_be_chosen_whose_score_is_as_near_as_rounding_moves_s
 def test_parts_that_were_not_summed_are_known_as_such(judged):
     part = table(8)
     result = judged(changed(WEIGHT, part), changed(WEIGHT, EXACT[WEIGHT] - part))[WEIGHT]
-    assert result.shape == "each rank has a part: the sum over 2 ranks is right"
+    assert result.shape == "each rank has a partial result: the sum over 2 ranks is right"
     result = judged(changed(WEIGHT, part), changed(WEIGHT, 2 * EXACT[WEIGHT] - part))[WEIGHT]
-    assert result.shape == "each rank has a part: the mean over 2 ranks is right"
+    assert result.shape == "each rank has a partial result: the mean over 2 ranks is right"
 
 
 def test_gradients_inside_are_scaled_by_the_ranks_that_average_them(judged):

@@ -57,10 +57,10 @@ def test_a_file_that_another_takes_the_place_of_or_that_is_cut_is_named(tmp_path
     file = written(tmp_path / "a")
     cut, replaced = streamed(file), streamed(file)
     os.truncate(file, file.stat().st_size - 10)
-    with pytest.raises(LedgerError, match=r"a was replaced or cut while it was read: repeat the command"):
+    with pytest.raises(LedgerError, match=r"a was replaced or truncated while it was read: repeat the command"):
         tuple(cut.steps)
     written(tmp_path / "other").replace(file)
-    with pytest.raises(LedgerError, match=r"a was replaced or cut while it was read: repeat the command"):
+    with pytest.raises(LedgerError, match=r"a was replaced or truncated while it was read: repeat the command"):
         replaced.steps[0]
 
 

@@ -40,10 +40,10 @@ CHOSEN = {
     "qwen3_0p6b iters=6": (FULL, "full"),
     "qwen3_0p6b iters=5": (OFF, "off: 5 steps are fewer than the 6"),
     "qwen3_moe_toy iters=9 tp=2 ep=4 dp=2 gbs=2": (OFF, "off: 9 steps are fewer than the 10"),
-    "qwen3_toy numerics=stock precision=fp8_tensorwise": (OFF, "off: tpi captures products in FP8 or FP4 when asked"),
+    "qwen3_toy numerics=stock precision=fp8_tensorwise": (OFF, "off: tpi captures FP8 and FP4 GEMMs only on request"),
     "qwen3_toy model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1": (
         OFF,
-        "off: tpi captures recomputation when asked",
+        "off: tpi captures recomputation only on request",
     ),
     "qwen3_toy peft=lora numerics=stock checkpoint.pretrained_checkpoint=x": (OFF, "off: tpi captures adapters"),
     "qwen3_toy peft=lora checkpoint.pretrained_checkpoint=x": (

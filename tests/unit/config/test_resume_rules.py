@@ -52,7 +52,7 @@ def test_the_gradient_tree_is_the_same(before, now):
 def test_another_gradient_tree_is_refused(before, now, dp):
     (problem,) = other_gradients(before, now)
     assert problem.startswith(f"dp={now['layout']['dp']}: ")
-    assert problem.endswith(f"would have other bits; dp={dp}, or numerics=stock")
+    assert problem.endswith(f"would not be bitwise identical; dp={dp}, or numerics=stock")
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_it_is_read_as_the_ledger_that_it_holds(run_to_certify, tmp_path):
     result = compare(read(run_to_certify), ledger)
     assert (result.verdict, result.steps_compared) == (Verdict.IDENTICAL, 3)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(LedgerError, match="is not a whole certificate: it was altered or cut short"):
+    with pytest.raises(LedgerError, match="is not a whole certificate: it was altered or truncated"):
         read(file)
 
 

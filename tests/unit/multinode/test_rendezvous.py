@@ -179,7 +179,7 @@ def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monk
     if beating:
         looks()
         return
-    with pytest.raises(RunError, match=r"^n2 of n\[0-2\] has given no sign of life for 0 s"):
+    with pytest.raises(RunError, match=r"^n2 of n\[0-2\] has sent no heartbeat for 0 s"):
         looks()
 
 

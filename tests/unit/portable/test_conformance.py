@@ -235,18 +235,20 @@ def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
     with pytest.raises(RunError) as refused:
         definition.require_conformance(0)
     message = str(refused.value)
-    beginning = "numerics=portable: GPU 0 (NVIDIA B300, sm_103) computes other bits than the definition, so "
+    beginning = "numerics=portable: GPU 0 (NVIDIA B300, sm_103) is not bitwise identical to the definition, so "
     assert message.startswith(beginning)  # it names no sum
     assert re.search(r": bf16/512_wide: \d+ of 512 outputs differ, .* recorded 0x\w{8}, computed 0x\w{8}; ", message)
     assert message.endswith("; or numerics=tree")
 
 
-AMPERE = "it keeps 24 bits and adds 8 products at once, as Ampere and Ada cards do"
+AMPERE = "it keeps 24 bits and adds 8 products at once, as Ampere and Ada GPUs do"
 
 
 def test_a_run_on_an_ampere_card_is_refused_with_what_it_computes(gpu_0):
     gpu_0(of_ampere)
-    with pytest.raises(RunError, match=re.escape(f"other bits than the definition ({AMPERE}), so the run's ledger")):
+    with pytest.raises(
+        RunError, match=re.escape(f"not bitwise identical to the definition ({AMPERE}), so the run's ledger")
+    ):
         definition.require_conformance(0)
 
 
@@ -266,7 +268,7 @@ def test_a_run_in_fp8_on_a_gpu_that_adds_fp8_otherwise_is_refused(gpu_0):
         definition.require_conformance(0, fp8=True)
     message = str(refused.value)
     assert message.startswith(
-        "numerics=portable: GPU 0 (NVIDIA B300, sm_103) adds FP8 products otherwise (Blackwell is expected to)"
+        "numerics=portable: GPU 0 (NVIDIA B300, sm_103) adds FP8 GEMMs in another order (Blackwell is expected to)"
     )
     assert re.search(r": e4m3_e4m3_128x128/\w+: \d+ of \d+ outputs differ, .* recorded 0x\w{8}, computed 0x", message)
     assert message.endswith(" more; precision=bf16 or precision=mxfp8, or numerics=tree")
@@ -284,7 +286,7 @@ def test_conformance_name_a_gpu_that_adds_fp8_otherwise(a_gpu, cli):
 def test_a_run_on_a_machine_with_other_functions_is_refused(monkeypatch):
     monkeypatch.setattr(definition, "samples", lambda: np.ones(3, np.float32))
     assert definition.differences(None) == [
-        "exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee/math.py"
+        "exp, log, sigmoid, rsqrt or exp2: not bitwise identical to portable/ieee/math.py"
     ]
 
 

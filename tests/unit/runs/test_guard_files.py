@@ -46,7 +46,8 @@ def test_evidence_is_read_as_written(tmp_path):
     assert all(torch.equal(tensors[name], DATA[name]) for name in ("a",))
     assert tensors["out"].view(torch.int32).equal(DATA["out"].view(torch.int32))
     assert result.text().splitlines() == [
-        "wrong bits at step 12: forward pass of decoder.layers.0.mlp.linear_fc2: 3 bits of 2 of 256 outputs wrong",
+        "silent data corruption at step 12: forward pass of decoder.layers.0.mlp.linear_fc2: 3 bits of 2 of "
+        "256 outputs wrong",
         "rank 1 on n2, a GPU, UUID GPU-5, serial number 1654",
         "judged by the product's definition",
     ]

@@ -183,9 +183,9 @@ def test_a_holder_that_cannot_be_seen_from_here_is_judged_by_its_heartbeat(locke
     write_holder(locked_run, **holder, heartbeat=now - 60)
     assert "by pid " in refusal(locked_run)
     assert "on n7 since" in refusal(locked_run)
-    assert "; its last sign of life was 60 s ago, and 120 s count as dead" in refusal(locked_run)
+    assert "; its last heartbeat was 60 s ago, and 120 s count as dead" in refusal(locked_run)
     write_holder(locked_run, **holder, heartbeat=now + 3600)  # its clock is fast: it is not taken for dead
-    assert "; its last sign of life is 3600 s in the future: the clocks of n7 and " in refusal(locked_run)
+    assert "; its last heartbeat is 3600 s in the future: the clocks of n7 and " in refusal(locked_run)
     assert lock.holder(locked_run) is None  # for those who only ask
     write_holder(locked_run, **holder, heartbeat=now - lock.STALE - 1)
     with locked(locked_run) as held:
@@ -209,7 +209,7 @@ def test_a_holder_with_a_slow_clock_is_seen_to_live(locked_run, monkeypatch):
 def test_a_run_on_several_nodes_is_not_dead_with_its_first_process(locked_run):
     """Other nodes' ranks end when they miss it, not at once."""
     write_holder(locked_run, started=1, nodes=2)
-    assert "its last sign of life was 0 s ago" in refusal(locked_run)
+    assert "its last heartbeat was 0 s ago" in refusal(locked_run)
     write_holder(locked_run, started=1, nodes=2, heartbeat=time.time() - lock.STALE - 1)
     with locked(locked_run):
         pass

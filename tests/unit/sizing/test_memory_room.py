@@ -122,7 +122,7 @@ def test_a_cell_that_does_not_fit_is_omitted_with_its_figures(cli, no_gpus, here
     assert (
         "left out: tp=1: this run needs about 158.0 GiB on a GPU, and a GPU of cluster=h100 has 79.6 GiB\n" in ended.err
     )
-    assert "array of 2 cells" in ended.err
+    assert "array of 2 configurations" in ended.err
     assert "warning" not in ended.err
 
 
@@ -148,7 +148,7 @@ def test_fewer_than_two_cells_that_fit_are_an_error_with_a_command_that_works(
 ):
     ended = submitted(cli, *overrides.split())
     assert (ended.status, ended.out) == (2, "")
-    assert f"{count} cells fit; this command works: {command}" in ended.err
+    assert f"{count} configurations fit; this command works: {command}" in ended.err
     works = cli(*ended.err.partition("works: tpi ")[2].split())
     assert works.status == 0
     assert not {"left out", "warning"} & {line.partition(":")[0] for line in works.err.splitlines()}

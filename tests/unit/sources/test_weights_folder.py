@@ -111,7 +111,7 @@ CHANGED = {
         tensors, EMBEDDING, to="lm_head.weight", data=tensors[EMBEDDING][2][::-1]
     ),
     "there is no tensor model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight": _missing,
-    "no place in the model for the tensor model.layers.2.mlp.up_proj.weight": lambda _, tensors: _as(
+    "the model has no parameter for the tensor model.layers.2.mlp.up_proj.weight": lambda _, tensors: _as(
         tensors, UP.format(1), to=UP.format(2)
     ),
     "the shape of model.layers.0.mlp.up_proj.weight [128, 256] instead of [256, 128]": lambda _, tensors: _as(
@@ -243,7 +243,7 @@ DAMAGED = (
     ),
     (lambda folder: (folder / INDEX).write_text("[]"), f"{INDEX}: its weight_map does not say which file has which"),
     (_doubled, f"{EMBEDDING} is in again.safetensors and in model-00001-of-00002.safetensors"),
-    (lambda folder: (folder / CONFIG).unlink(), "there is no config.json, which says what model it is"),
+    (lambda folder: (folder / CONFIG).unlink(), "there is no config.json, which names the model"),
     (lambda folder: (folder / CONFIG).write_text("{"), "config.json cannot be read"),
     (_other_format, "there are no *.safetensors; convert pytorch_model*.bin"),
 )

@@ -164,7 +164,7 @@ def _other_device(config: RunConfig) -> Iterator[Problem]:
 def _time(config: RunConfig) -> Iterator[Problem]:
     time, before = config.slurm.time, config.slurm.save_before
     if time is None:
-        yield Problem("", "slurm.time is not set: how long may one try take? as in slurm.time=4:00:00")
+        yield Problem("", "slurm.time is not set; give the time limit of one start, as in slurm.time=4:00:00")
         return
     try:
         seconds = parse_time(time)

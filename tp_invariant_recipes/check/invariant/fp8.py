@@ -64,7 +64,7 @@ def _other_recipe(config: RunConfig) -> bool:
 
 
 LIMITS = (
-    _row(lambda t: _named(t, "fp4") or _sets("fp4")(t), "FP4 products have no definition here", "precision=bf16"),
+    _row(lambda t: _named(t, "fp4") or _sets("fp4")(t), "FP4 GEMMs have no definition here", "precision=bf16"),
     _row(lambda t: _named(t, "delayed"), "delayed scaling takes scales from what a rank held in the steps before",
         f"{_INSTEAD}"),
     _row(_other_recipe,
@@ -183,7 +183,7 @@ def _not_divided(config: RunConfig) -> dict[str, int]:
 def _why(recipe: str) -> str:
     unit = UNITS[recipe][0]
     return {
-        BLOCKWISE: f"FP8 products add {unit} numbers at a time",
+        BLOCKWISE: f"FP8 GEMMs add {unit} numbers at a time",
         MXFP8: f"in MXFP8 {unit} numbers of a sum share a scale",
     }.get(recipe, f"FP8 matrices have sides in steps of {unit}")
 
@@ -198,7 +198,7 @@ def _cut(config: RunConfig, sums: dict[str, int], recipe: str) -> list[Problem]:
     fits = common & -common
     tensorwise_helps = recipe != "tensorwise" and fits % config.layout.tp
     solve = f"the largest that fits is numerics.virtual_shards={fits}"
-    text = f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {_why(recipe)} ({cut})"
+    text = f"numerics.virtual_shards={shards} splits sums between multiples of {unit}: {_why(recipe)} ({cut})"
     return [Problem("", text, "precision=fp8_tensorwise" if tensorwise_helps else solve)]
 
 

@@ -84,7 +84,7 @@ LIMITS = (
     limit(
         # A program of its own may load its weights.
         lambda t: t.model.get("perform_initialization") is False and t.train,
-        "tpi draws the initial weights, whatever it says", "model.perform_initialization=true",
+        "tpi draws the initial weights, whatever its value", "model.perform_initialization=true",
     ),
     limit(
         lambda t: (
@@ -100,8 +100,8 @@ LIMITS = (
     limit(
         lambda t: t.model.get("position_embedding_type") == LEARNED
         and (not t.numerics.covers(mode.LEARNED) or model_rules.other_layers(t)),
-        "learned positions are covered for GPT models of numerics=tree, without multi-token "
-        "prediction or layers of their own", "model.position_embedding_type=rope",
+        "learned positions are covered for GPT models of numerics=tree, without MTP or own layers",
+        "model.position_embedding_type=rope",
     ),
     limit_of(lambda t: t.model.get("position_embedding_type") == "yarn", *uncut("YaRN has")),
     naming("mixed_precision", limit(
@@ -124,13 +124,13 @@ LIMITS = (
         _fused_sinks,
         "Transformer Engine has no deterministic fused attention with sinks", "model.attention_backend=auto",
     ),
-    _sinks(has("multi_latent_attention"), "multi-latent attention with sinks has no invariant version",
+    _sinks(has("multi_latent_attention"), "MLA with attention sinks has no invariant version",
         "model.softmax_type=vanilla"),
     *(limit(has(field), f"model.{field} is not covered", "leave it unset") for field in LAYERS_OFF),
     limit(has("tp_comm_overlap"), "overlapped collectives add in an order of their own",
         "model.tp_comm_overlap=false"),
     limit(lambda t: not t.model.get("disable_bf16_reduced_precision_matmul"),
-        "cuBLAS may add parts of a product in bf16", "model.disable_bf16_reduced_precision_matmul=true"),
+        "cuBLAS may add partial sums of a GEMM in bf16", "model.disable_bf16_reduced_precision_matmul=true"),
     limit(has("delay_wgrad_compute"), "delayed weight gradients are not covered", "model.delay_wgrad_compute=false"),
     limit(has("cross_entropy_loss_fusion"), "the fused cross entropy would bypass the invariant one",
         "model.cross_entropy_loss_fusion=false"),

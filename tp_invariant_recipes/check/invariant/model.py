@@ -81,7 +81,7 @@ def _hybrid(config: RunConfig) -> bool:
 
 
 def _before_the_last(stages: str | list[list[str]] | None) -> bool:
-    """Whether a layout of stages has layers of multi-token prediction before the last stage. "Et|(tt|)*30mL": no."""
+    """Whether a layout of stages has layers of MTP before the last stage. "Et|(tt|)*30mL": no."""
     if isinstance(stages, str):
         return "m" in stages.rpartition("|")[0]
     return any("mtp" in stage for stage in (stages or ())[:-1])
@@ -99,23 +99,23 @@ def _recomputes_several_layers(config: RunConfig) -> bool:
 MULTI_TOKEN_LIMITS = (
     _ahead_row(lacks(mode.MTP), mode.only(mode.MTP), WITHOUT),
     _ahead_row(lambda t: _hybrid(t) and not t.model.get(PATTERN),
-        "multi-token prediction of a hybrid model has no layers", f"model.{PATTERN}='*E', or {WITHOUT}"),
+        "MTP of a hybrid model has no layers", f"model.{PATTERN}='*E', or {WITHOUT}"),
     _ahead_row(lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*covered_layers.LAYERS},
         f"of hybrid layers only {' '.join(covered_layers.LAYERS)} have invariant versions", f"model.{PATTERN}"),
     _ahead_row(lambda t: not _hybrid(t) and t.model.get(REPEATED),
         "one layer for all depths is covered for hybrid models alone", f"model.{REPEATED}=false"),
     # Bridge adds these layers to the pattern, whatever mtp_num_layers is.
     limit_of(has(PATTERN), lambda t: not t.model.get(MULTI_TOKEN),
-        f"model.{PATTERN} adds layers of multi-token prediction", f"model.{PATTERN}=null, {WITHOUT}"),
-    _ahead_row(*uncut("multi-token prediction has")),
-    _ahead_row(*uncaptured("multi-token prediction has", f", or {WITHOUT}")),
+        f"model.{PATTERN} adds layers of MTP", f"model.{PATTERN}=null, {WITHOUT}"),
+    _ahead_row(*uncut("MTP has")),
+    _ahead_row(*uncaptured("MTP has", f", or {WITHOUT}")),
     _ahead_row(lambda t: _before_the_last(t.model.get("pipeline_model_parallel_layout")),
-        "the layers of multi-token prediction are on the last stage, beside the loss",
+        "the layers of MTP are on the last stage, beside the loss",
         "model.pipeline_model_parallel_layout=null"),
     _ahead_row(lambda t: _hybrid(t) and t.model.get("recompute_granularity") == "full",
-        "multi-token prediction of a hybrid model was not shown to have the same bits where "
+        "MTP of a hybrid model was not shown to have the same bits where "
         "whole layers are recomputed", "model.recompute_granularity=selective"),
-    _ahead_row(_recomputes_several_layers, "Megatron-Core recomputes the layers of multi-token prediction one by one",
+    _ahead_row(_recomputes_several_layers, "Megatron-Core recomputes the layers of MTP one by one",
         "model.recompute_method=uniform, model.recompute_num_layers=1"),
     *(_ahead_row(has(field), f"model.{field} is not covered", "leave it unset") for field in MULTI_TOKEN_OFF),
 )  # fmt: skip
@@ -141,7 +141,7 @@ DELTA_NET_LIMITS = (
     _delta_row(lambda t: t.model.get(families.FIELD) not in (None, SPEC), "gated delta nets have layers of tpi's",
         f"model.{families.FIELD}=null"),
     _delta_row(lambda t: t.model.get(FREQUENCY) is None,
-        "how often attention comes among gated delta nets is not said", f"model.{FREQUENCY}=4"),
+        "the frequency of attention layers among gated delta nets is not set", f"model.{FREQUENCY}=4"),
     _delta_row(lambda t: t.model.get(TAPS, 4) != 4, "the convolution takes four tokens", f"model.{TAPS}=4"),
     _delta_row(*unsplit("gated delta nets under tensor parallelism need")),
     limit_of(lambda t: has_it(t.model) or _gates(t), *uncut("gated delta nets and gates have")),
@@ -174,7 +174,7 @@ FAMILY_LIMITS = (
     _family_row(has("is_vision_language"), "sees no images", "model.is_vision_language=false"),
     _family_row(lambda t: t.model.get("scatter_embedding_sequence_parallel") is False, "scatters its embeddings",
         "model.scatter_embedding_sequence_parallel=true"),
-    _family_row(has("mtp_num_layers"), "has no multi-token prediction", "model.mtp_num_layers=null"),
+    _family_row(has("mtp_num_layers"), "has no MTP", "model.mtp_num_layers=null"),
     _family_row(has("add_bias_linear"), "has no biases", "model.add_bias_linear=false"),
 )  # fmt: skip
 
@@ -198,7 +198,7 @@ NORM_LIMITS = (
         f"model.normalization={RMS}"),
     _of_layer_norms(lacks(mode.LAYER_NORM), mode.only(mode.LAYER_NORM), f"model.normalization={RMS}"),
     _of_layer_norms(other_layers,
-        f"{LAYER} is covered for GPT models without multi-token prediction or layers of their own",
+        f"{LAYER} is covered for GPT models without MTP or layers of their own",
         f"model.normalization={RMS}"),
     _of_layer_norms(has("qk_layernorm"), f"of norms of queries and keys only {RMS} is covered",
         "model.qk_layernorm=false"),
@@ -289,7 +289,7 @@ EXPERT_LIMITS = (
     _expert_row(lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
         "the flex dispatcher has no invariant version", "model.moe_token_dispatcher_type=alltoall"),
     _expert_row(lambda t: t.model.get(Z_LOSS) and t.model.get("mtp_use_repeated_layer"),
-        "one layer for all depths of multi-token prediction has no z-loss", f"model.{Z_LOSS}=null"),
+        "one layer for all depths of MTP has no z-loss", f"model.{Z_LOSS}=null"),
     *(
         _expert_row(
             has(field),

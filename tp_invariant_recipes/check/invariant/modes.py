@@ -33,7 +33,8 @@ EXPERTS = (
     _experts(lambda t: t.model.get("moe_router_score_function", "softmax") != "softmax",
         "of routers only softmax has a portable version", "model.moe_router_score_function=softmax"),
     _experts(lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in ("aux_loss", "none"),
-        "of balancing losses only aux_loss has a portable version", "model.moe_router_load_balancing_type=aux_loss"),
+        "of the auxiliary load-balancing losses only aux_loss has a portable version",
+        "model.moe_router_load_balancing_type=aux_loss"),
     _experts(lambda t: not layers_alike(t.shape.expert_layers),
         "dense layers beside layers of experts have no portable version", "leave model.moe_layer_freq unset"),
     *(
@@ -46,7 +47,7 @@ PORTABLE_LIMITS = (
     _portable_row(lambda t: t.model.get("transformer_impl") not in (None, "local"),
         "Transformer Engine's layers have a library's arithmetic", "model.transformer_impl=local"),
     _portable_row(lambda t: t.mixed_precision != "bf16_mixed" and not low_precision.enabled(t),
-        "attention and products are stated for bf16 and FP8 only", "precision=bf16"),
+        "attention and GEMMs are specified for bf16 and FP8 only", "precision=bf16"),
     _portable_row(lambda t: t.shape.hybrid, "Mamba layers have no portable version", "numerics=tree"),
     *EXPERTS,
     _portable_row(lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
@@ -55,7 +56,8 @@ PORTABLE_LIMITS = (
         _portable_row(has(field), f"activations with model.{field} have no portable version", "leave it unset")
         for field in ("activation_func_clamp_value", "glu_linear_offset")
     ),
-    _portable_row(has("window_size"), "windows of attention have no portable version", "leave model.window_size unset"),
+    _portable_row(has("window_size"), "sliding-window attention has no portable version",
+        "leave model.window_size unset"),
     _portable_row(lambda t: t.model.get("position_embedding_type") == "yarn", "YaRN has no portable version",
         "model.position_embedding_type=rope"),
     _portable_row(cuts_sequences, "cp has no portable version", "cp=1, and leave numerics.context_shards out"),
@@ -119,11 +121,11 @@ GRAPH_LIMITS = (
     _graph_row((FULL,), lambda t: t.layout.pp > 1, "stages wait for each other where a captured step cannot",
         "pp=1, or with numerics=tree cuda_graph=te"),
     _graph_row((FULL,), _captured_experts, "experts have not been captured", "cuda_graph=off, or numerics=tree"),
-    _graph_row((FULL,), _sampled_experts, "guard=products samples no product of experts in a graph of the whole step",
+    _graph_row((FULL,), _sampled_experts, "guard=products samples no GEMM of experts in a graph of the whole step",
         "cuda_graph=te, or guard=off"),
     _graph_row((FULL,), _waiting_experts,
         "experts in FP8 or with biases wait for numbers of tokens from the GPU where a captured step cannot",
         "cuda_graph=te, or off"),
     _graph_row((FULL, TE), lambda t: (t.cluster.environment | dict(os.environ)).get(CHECK) == "1",
-        f"{CHECK}=1 compares products where a captured step cannot wait", "cuda_graph=off, or leave it unset"),
+        f"{CHECK}=1 compares GEMMs where a captured step cannot wait", "cuda_graph=off, or leave it unset"),
 )  # fmt: skip

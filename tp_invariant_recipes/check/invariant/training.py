@@ -41,7 +41,7 @@ def _unread(name: str) -> Test:
 
 MUON_LIMITS = (
     limit(lambda t: _computes(t) and _value(t, muon.TP_MODE) != muon.WHOLE,
-        "Muon would orthogonalise the part of a matrix that a rank has", f"optimizer.{muon.TP_MODE}={muon.WHOLE}"),
+        "Muon would orthogonalise only a rank's shard of a matrix", f"optimizer.{muon.TP_MODE}={muon.WHOLE}"),
     *(limit(_unread(name), f"optimizer.{name}: only Muon reads it", "leave it unset") for name in muon.READ),
     limit(lambda t: muon.is_layer_wise(t.section("optimizer")) and muon.owns_copies(t),
         "without data-parallel ranks Megatron-Core saves each copy of an expert as the only one",
@@ -132,10 +132,10 @@ PACKED_LIMITS = (
         f"on a CPU dataset.offline_packing_specs.pad_seq_to_mult / numerics.virtual_shards * model.num_moe_experts "
         f"must be a multiple of {VECTORS}"),
     _packed_row(lambda t, _: t.shape.depths and not t.model.get("calculate_per_token_loss"),
-        "multi-token prediction of packed sequences is covered where each token counts alike",
+        "MTP of packed sequences is covered where each token counts alike",
         "model.calculate_per_token_loss=true"),
     _packed_row(lambda t, _: t.ledger.trace is not None,
-        "a trace has one place for the module of a row, which runs once for each sequence", "leave ledger.trace out"),
+        "a trace has one entry for the module of a row, which runs once for each sequence", "leave ledger.trace out"),
 )  # fmt: skip
 
 

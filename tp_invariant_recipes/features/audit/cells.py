@@ -199,7 +199,7 @@ Sections = dict[str, Any]
 
 
 class Cells:
-    """The cells of a model. ConfigError: it is refused as it is.
+    """The configurations of a model. ConfigError: it is refused as it is.
 
     overrides: that every run gets. texts: the folder that stands for options.TEXTS.
     base:      the model in the sizes that are tried. sizes: the overrides that cut it.

@@ -69,8 +69,8 @@ def factors(deviations: Sequence[TensorDeviation], margin: float) -> Drawing:
         axes.legend(loc="best", ncols=len(KINDS))
 
     beyond = sum(deviation.beyond for deviation in deviations)
-    words = f"{beyond} of {counted(len(deviations), 'tensor')} are beyond rounding."
-    note = f"{words} The line is {margin:g} times what rounding moves; an exact tensor lies at the bottom."
+    words = f"{beyond} of {counted(len(deviations), 'tensor')} are outside rounding-error tolerance."
+    note = f"{words} The line is {margin:g} times a 1-ULP perturbation; an exact tensor lies at the bottom."
     return Drawing("factors", "Error of every tensor", words, note, _HEIGHT, draw)
 
 

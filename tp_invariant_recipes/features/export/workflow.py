@@ -152,7 +152,7 @@ def _check_adapters(run: Path, config: RunConfig, *, masters: bool, merge: bool)
             f"{run} has adapters of experts, which the library peft reads in no layout that tpi writes; add --merge"
         )
     if config.shape.depths:
-        raise ConfigError(f"{run} has adapters of multi-token prediction, which tpi exports to no folder")
+        raise ConfigError(f"{run} has adapters of MTP, which tpi exports to no folder")
     if masters:
         raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")
 
@@ -164,7 +164,7 @@ def checkpoint_of(run_dir: RunDir, identity_hash: str, step: int | None) -> RunC
         raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
     if checkpoint.read_manifest().identity_hash != identity_hash:
         raise CheckpointError(
-            f"{checkpoint.path} belongs to another run: its identity is not the one of {run_dir.path}"
+            f"{checkpoint.path} belongs to another run: its experiment fingerprint is not the one of {run_dir.path}"
         )
     return checkpoint
 

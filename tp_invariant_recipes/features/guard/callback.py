@@ -48,7 +48,7 @@ from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 PROOFS = (evidence.PRODUCT, evidence.ATTENTION)  # of one rank alone
-ELSEWHERE = "its own repetition at other places of the launches, which has other bits"
+ELSEWHERE = "its own recomputation at other offsets of the launches, which differs"
 
 
 class Guard(AroundOptimizerStep):
@@ -140,7 +140,10 @@ class Guard(AroundOptimizerStep):
         sampling.use(None)
         self._sampler.samples, self._sampler.fixed = [], []
         if self._judge is not None:
-            print(f"guard: {self._judge.decided} checks, {len(self._judge.findings)} of them found wrong bits")
+            print(
+                f"guard: {self._judge.decided} checks, {len(self._judge.findings)} of them detected silent "
+                "data corruption"
+            )
             self._judge.close()
             self._judge = None
 
@@ -187,7 +190,7 @@ class Guard(AroundOptimizerStep):
             return
         self._products.hand_over(self._step)
         self._sampler.everything = True
-        first = narrowed(first, recompute(side_by_side=False), group, "its own repetition, which has other bits")
+        first = narrowed(first, recompute(side_by_side=False), group, "its own recomputation, which differs")
         self._products.hand_over(self._step)
         assert self._judge is not None
         self._end_all_ranks(_surest([finding for finding in self._judge.wait() if finding.detector in PROOFS]))

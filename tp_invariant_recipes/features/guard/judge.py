@@ -176,8 +176,8 @@ def _decided(case: Case, launched: Any) -> WrongBits | None:
 
 
 JUDGES = {
-    DEFINED: "the product's definition, computed by the host's CPU",
-    sampling.LIBRARY: "the same product of the library, computed again by another thread",
+    DEFINED: "the definition of the GEMM, computed by the host's CPU",
+    sampling.LIBRARY: "the same GEMM of the library, recomputed by another thread",
     REPEATED: "the same attention of one shard, launched again",
 }
 

@@ -43,7 +43,7 @@ from tp_invariant_recipes.replacement import Replacement, applied
 
 Recompute = Callable[..., list["ReplicaPair"]]
 
-WHY = "a guard repeats a data shard of another replica before the step's own passes"
+WHY = "a guard recomputes a data shard of another replica before the step's own passes"
 LOSS = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
 METRICS = (
     "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",

@@ -121,7 +121,7 @@ def end_tokens(folder: Path | None, tokenizer: Codec | None, vocabulary: int) ->
             value = parse_json(read_limited(file, MIB)).get("eos_token_id") if file.is_file() else None
             ids = Sampling(eos_token_id=value).eos_token_id if value is not None else ()
         except (OSError, ValueError, TypeError, AttributeError, TpiError) as error:
-            raise ConfigError(f"{file}: {reason(error)}; eos_token_id=… says which tokens end a text") from error
+            raise ConfigError(f"{file}: {reason(error)}; eos_token_id=… names the tokens that end a text") from error
         if ids:
             return ids
     if tokenizer is None:

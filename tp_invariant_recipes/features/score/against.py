@@ -75,7 +75,7 @@ class EngineDifference:
         modes = []
         if engine is not None:
             same = f"numerics: {own}, as in {self.file}"
-            other = f"numerics: {own} here, {engine} in {self.file}, which has other bits; numerics={engine} compares"
+            other = f"numerics: {own} here, {engine} in {self.file}, so bits differ; numerics={engine} compares"
             modes = [same if own == engine else other]
         unseen = f"no temperature is looked for: {self.scores} has no entropies; --entropy with another --out FILE"
         end = [unseen] if self.summary["largest"] and not self.entropies else []

@@ -180,7 +180,7 @@ def _shifted(columns: Columns) -> Iterator[str]:
         (columns.engine[1:], columns.reference[:-1], "previous"),
     ):
         if np.abs(engine - reference)[same].mean() < SHIFTED * np.abs(columns.difference).mean():
-            yield f"off by one: at a token's place stands the log-probability of the {word} token"
+            yield f"off by one: each token has the log-probability of the {word} token"
 
 
 def _temperature(columns: Columns) -> Iterator[str]:

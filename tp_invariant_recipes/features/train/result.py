@@ -161,7 +161,7 @@ class TrainResult(Result):
             )
         if self.diverged is not None:
             yield (
-                f"warning: replicas of a tensor disagree at step {self.diverged}, or weights are not their master "
+                f"warning: ranks disagree on a tensor at step {self.diverged}, or weights are not their master "
                 f"weights rounded: ranks have diverged; {self.run / 'ledger.jsonl'} lists the tensors and the ranks "
                 'of that step under "diverged"'
             )

@@ -137,7 +137,7 @@ def check_completed(planned: Plan, outcome: local.Outcome) -> local.Outcome:
     reached = steps[-1].step if steps else 0
     if planned.last_recorded <= reached <= planned.steps:
         return outcome
-    reason = f"; train.exit_duration_in_mins={minutes}" if minutes else f"; Bridge's log says why: {run_dir.bridge_log}"
+    reason = f"; train.exit_duration_in_mins={minutes}" if minutes else f"; the reason is in {run_dir.bridge_log}"
     raise RunError(
         f"the ranks ended at step {reached} of {planned.steps}, and nothing had failed{reason}\n"
         f"continue with: tpi train --resume {run_dir.path}"

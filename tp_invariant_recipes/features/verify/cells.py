@@ -1,4 +1,4 @@
-"""The cells of a matrix, composed and planned, and the problems of all of them in one list."""
+"""The configurations of a matrix, composed and planned, and the problems of all of them in one list."""
 
 import re
 import shlex
@@ -77,7 +77,7 @@ def spread(overrides: Sequence[Override], problems: list[str]) -> tuple[tuple[Ax
     combinations = list(islice(product(*(axis.values for axis in places.values())), MOST + 1))
     if len(combinations) > MOST:
         problems.append(
-            f"{' '.join(overrides[place].text for place in places)}: more than {MOST} cells; give fewer values"
+            f"{' '.join(overrides[place].text for place in places)}: more than {MOST} configurations; give fewer values"
         )
         return tuple(places.values()), ()
     return tuple(places.values()), tuple(_choices(kept, places, combinations))
@@ -223,7 +223,7 @@ def with_equal_shards(
 ) -> tuple[Choice, ...]:
     """Return the choices with the shards in which cells would differ: the reference's, else the largest.
 
-    Expert groups suit every cell. What the user gives stays, and so do cells of Megatron's numerics, which have none.
+    Expert groups suit every configuration. Shards that the user gives stay. Megatron's own numerics have none.
     """
     configs = {label: cell.config for label, cell in composed.items()}
     for key in SHARDS:
@@ -280,7 +280,7 @@ def that_fit(
         problems = [f"{label}: {problem}" for label, problem in large.items()]
     else:
         problems = list(map(str, omitted))
-        problems.append(f"{len(kept)} of {len(choices)} cells fit; this command works: {command}")
+        problems.append(f"{len(kept)} of {len(choices)} configurations fit; this command works: {command}")
     raise ConfigError("\n".join(problems), problems)
 
 
@@ -346,7 +346,7 @@ def lengths(plans: dict[str, Plan]) -> list[str]:
     steps = sorted({planned.steps for planned in plans.values()})
     if len(steps) == 1:
         return []
-    return [f"cells of {' and '.join(map(str, steps))} steps: a matrix has one length; give iters one value"]
+    return [f"configurations of {' and '.join(map(str, steps))} steps: a sweep has one length; give iters one value"]
 
 
 def environments(plans: dict[str, Plan]) -> list[str]:
@@ -355,7 +355,8 @@ def environments(plans: dict[str, Plan]) -> list[str]:
     if all(environment == each[0] for environment in each):
         return []
     return [
-        "these cells need different environment variables, which one process cannot have: run one, then the others; "
+        "these configurations need different environment variables, which one process cannot have: run one, "
+        "then the others; "
         "tpi verify --against RUN compares them with it"
     ]
 

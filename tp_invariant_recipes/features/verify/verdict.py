@@ -155,7 +155,7 @@ class MatrixVerdict(Result):
     @override
     def lines(self) -> Iterator[Text | Table | str]:
         numbers = [Column(title, justify="right", no_wrap=True) for title in ("ranks", "steps", "last loss")]
-        first, last = (Column(title, overflow="fold") for title in ("cell", "verdict"))
+        first, last = (Column(title, overflow="fold") for title in ("configuration", "verdict"))
         table = Table(first, *numbers, last, box=box.SIMPLE_HEAD, collapse_padding=True)
         for row in self.rows:
             steps = str(row.steps) if row.steps == row.planned else f"{row.steps} of {row.planned}"
@@ -327,8 +327,9 @@ def _first_different(compared: list[CellResult]) -> CellResult | None:
 
 
 def _identical(matrix: Matrix, compared: list[CellResult], reference: CellResult) -> str:
-    against = "" if matrix.against is None else f" as {reference.label}"
-    return f"identical: {matrix} computed the same bits{against} over {_extent(compared)}"
+    against = "" if matrix.against is None else f" to {reference.label}"
+    are = "is" if against and len(compared) == 1 else "are"
+    return f"identical: {matrix} {are} bitwise identical{against} over {_extent(compared)}"
 
 
 def _extent(compared: list[CellResult]) -> str:
@@ -353,7 +354,7 @@ def _extent(compared: list[CellResult]) -> str:
 def _different(row: CellResult, reference: CellResult) -> str:
     assert row.comparison is not None  # chosen for its first difference
     where = verdict_line(row.comparison).removeprefix(Verdict.DIFFERENT.value)
-    return f"different: {row.label} computed other bits than {reference.label}{where}"
+    return f"different: {row.label} is not bitwise identical to {reference.label}{where}"
 
 
 def _not_comparable(compared: list[CellResult], reference: CellResult) -> str:
@@ -373,7 +374,7 @@ def _incomplete(
         parts.append(_not_comparable(compared, reference))
     elif compared:
         others = ", ".join(row.label for row in (reference, *compared))
-        parts.append(f"{others} computed the same bits over {_extent(compared)}")
+        parts.append(f"{others} are bitwise identical over {_extent(compared)}")
     return f"{INCOMPLETE}: {'; '.join(parts)}"
 
 

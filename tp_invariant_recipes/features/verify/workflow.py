@@ -1,4 +1,4 @@
-"""`tpi verify`: plan the cells of a matrix, train them in turn, judge the ledgers."""
+"""`tpi verify`: plan the configurations of a matrix, train them in turn, judge the ledgers."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class Verification:
     """A matrix, ready to start.
 
     plans: name of a cell -> its run, in order. Cells that an earlier verify has done have none.
-    anew:  cells of an earlier verify that begin again: what it left of them is moved to `set-aside/`.
+    anew:  configurations of an earlier verify that begin again: what it left of them is moved to `set-aside/`.
     rerun: whether there was an earlier verify.
     """
 
@@ -84,8 +84,8 @@ def new(
     reference = _reference(against, problems)
     if len(choices) == 1 and not problems and against is None:
         problems.append(
-            "one cell has nothing to be compared with: give a key several values, as in tp=1,2,4, "
-            "or a ledger to compare it with: --against FILE"
+            "a sweep of one configuration compares nothing: give a key several values, as in tp=1,2,4, or a "
+            "ledger: --against FILE"
         )
     choices = with_enough_shards(choices, reference)
     composed, omitted = compose_cells(model, axes, choices, problems, how.here)
@@ -112,7 +112,7 @@ def new(
 def plan_rerun(
     directory: Path, *, against: Path | None = None, how: Planning = TO_TRAIN
 ) -> Verification | MatrixVerdict:
-    """Plan the cells of an earlier verify that did not pass; the verdict where all have. against: as for `judge`.
+    """Plan the configurations of an earlier verify that did not pass; the verdict if all have. against: as for `judge`.
 
     A stopped cell goes on from its checkpoint, others begin anew. TpiError: one would be another run than planned.
     """

@@ -58,7 +58,7 @@ def product(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS, onto: Tensor | None 
     raises TypeError: other dtypes.
     """
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"a product of {a.dtype} and {b.dtype}; both must be bf16, or both fp32")
+        raise TypeError(f"a GEMM of {a.dtype} and {b.dtype}; both must be bf16, or both fp32")
     if a.dtype == torch.float32:
         total = torch.from_numpy(_fp32(_array(a), _array(b)))
     elif b.shape[1] < WIDE and b.shape[1] < a.shape[0]:  # a product of numbers, and the sum of a step, commute

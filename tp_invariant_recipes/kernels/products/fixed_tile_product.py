@@ -34,9 +34,9 @@ def fixed_tile_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) 
     returns: out.
     """
     if a.dtype not in TILES or a.dtype != b.dtype:
-        raise TypeError(f"a product of {a.dtype} and {b.dtype}; both must be bf16, or both fp32")
+        raise TypeError(f"a GEMM of {a.dtype} and {b.dtype}; both must be bf16, or both fp32")
     if a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):
-        raise ValueError(f"a product of {[*a.shape]} and {[*b.shape]} is not {[*out.shape]}")
+        raise ValueError(f"a GEMM of {[*a.shape]} and {[*b.shape]} is not {[*out.shape]}")
     if not a.is_cuda:
         total, term = torch.zeros(2, *out.shape)
         for x, y in zip(a.t().float().contiguous().unsqueeze(2), b.float(), strict=True):

@@ -37,9 +37,9 @@ def kind(a: Quantized, b: Quantized) -> str:
     if pair not in (("tensor", "tensor"), ("1x128", "1x128"), ("1x128", "128x128")):
         raise TypeError(f"FP8 scales of {pair[0]} by {pair[1]}; tensor by tensor, 1x128 by 1x128, 1x128 by 128x128")
     if a.data.dtype == b.data.dtype == E5M2:
-        raise TypeError("a product of e5m2 and e5m2, which Hopper's libraries do not compute; one must be e4m3")
+        raise TypeError("a GEMM of e5m2 and e5m2, which Hopper's libraries do not compute; one must be e4m3")
     if a.data.shape[1] != b.data.shape[1]:
-        raise ValueError(f"a product of {[*a.data.shape]} and {[*b.data.shape]}^T")
+        raise ValueError(f"a GEMM of {[*a.data.shape]} and {[*b.data.shape]}^T")
     return b.blocks
 
 

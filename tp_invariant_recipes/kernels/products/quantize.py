@@ -63,7 +63,7 @@ class Quantized:
         if self.blocks == "tensor":
             return Quantized(data, self.scale, self.blocks)
         if start % BLOCK or (size % BLOCK and start + size < self.data.shape[1]):
-            raise ValueError(f"{size} of k from {start} cut blocks of {BLOCK}")
+            raise ValueError(f"{size} of k from {start} split blocks of {BLOCK}")
         return Quantized(data, self.scale.narrow(1, start // BLOCK, -(-size // BLOCK)), self.blocks)
 
     def of_rows(self, start: int, size: int) -> "Quantized":
@@ -74,7 +74,7 @@ class Quantized:
         if self.blocks == "1x128":
             return Quantized(data, self.scale.narrow(0, start, size), self.blocks)
         if start % BLOCK:
-            raise ValueError(f"{size} rows from {start} cut blocks of {BLOCK}")
+            raise ValueError(f"{size} rows from {start} split blocks of {BLOCK}")
         return Quantized(data, self.scale.narrow(0, start // BLOCK, -(-size // BLOCK)), self.blocks)
 
 

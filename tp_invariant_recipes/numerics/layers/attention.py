@@ -302,6 +302,6 @@ def _compare(core: Core, inputs: Any, shards: int, first: Any, second: Any, name
     if different:
         raise RunError(
             f"{CHECK}=1: {', '.join(different)} of attention {[*inputs[0].shape]} with {inputs[1].shape[2]} groups in "
-            f"one launch has other bits than in {shards} shards ({core.backend()}, {inputs[0].dtype}): the probe of "
-            f"layers/attention.py did not see it"
+            f"one launch is not bitwise identical to {shards} shards ({core.backend()}, {inputs[0].dtype}): "
+            "the runtime exactness check of layers/attention.py did not detect it"
         )

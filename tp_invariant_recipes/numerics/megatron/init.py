@@ -160,7 +160,7 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
         for name, parameter in canonical_parameters(chunk):
             rule = rule_of(name)
             if rule is None:
-                problems.append(f"{name}: no rule says how it starts (megatron/init.py); use numerics=stock")
+                problems.append(f"{name}: no rule specifies its initial values (megatron/init.py); use numerics=stock")
             elif why := _problem(rule, parameter, size):
                 problems.append(f"{name}: {why}")
             else:

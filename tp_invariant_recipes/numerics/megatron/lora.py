@@ -114,7 +114,7 @@ def replacements(numerics: NumericsSettings, seed: int, folder: str | None) -> t
         Replacement(
             f"{_SETUP}:_apply_peft_transformation",
             lambda original: _adapted(original, drawn),
-            "adapters would begin with other weights for every tp, and know no segments of a Mamba layer",
+            "adapters would begin with other weights for every tp, and know no fused projection of a Mamba layer",
         ),
         Replacement(
             "megatron.bridge.peft.lora:get_adapter_attributes_from_linear",
@@ -128,12 +128,12 @@ def replacements(numerics: NumericsSettings, seed: int, folder: str | None) -> t
             Replacement(
                 f"{lora}:ParallelLinearAdapter",
                 lambda _: _linear_adapter,
-                "an adapter's products sum over features that ranks share, or over experts",
+                "an adapter's GEMMs sum over features that ranks share, or over experts",
             ),
             Replacement(
                 f"{lora}:GroupedExpertLinearAdapter",
                 lambda _: expert_adapters.InvariantGroupedExpertAdapter,
-                "products of experts' tokens depend on how many each rank has",
+                "GEMMs of experts' tokens depend on the number of tokens on each rank",
             ),
             Replacement(
                 f"{lora}:LoRA.transform",
@@ -212,7 +212,9 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
                 continue
             match = _NAME.fullmatch(name)
             if match is None:
-                raise ConfigError(f"{name}: no rule says how it starts (megatron/adapters.py); peft.target_modules")
+                raise ConfigError(
+                    f"{name}: no rule specifies its initial values (megatron/adapters.py); peft.target_modules"
+                )
             experts, layer, matrix = match.groups()
             dim = 1 if layer in ROW_PARALLEL and matrix == "linear_in" else 0
             segments = _segments(parameter, layer, chunk.config) if matrix == "linear_out" else 1

@@ -98,7 +98,7 @@ def _cuts(chunks: Iterable[Any], ranks: int) -> Iterator[tuple[Tensor, MatrixCut
                 continue
             rule = init.rule_of(name)
             if rule is None:
-                raise ConfigError(f"{name}: no rule says how tensor parallelism cuts it (megatron/init.py)")
+                raise ConfigError(f"{name}: no rule specifies how tensor parallelism shards it (megatron/init.py)")
             rows = init.segment_rows(weight.shape[rule.dim], init.segments(rule, weight, chunk.config))
             yield weight, None if rule.whole or ranks == 1 else MatrixCut(rule.dim, tuple(rows))
 

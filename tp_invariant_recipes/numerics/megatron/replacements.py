@@ -54,7 +54,7 @@ _BY_NAME = "GPTModel builds its embedding and output layer by name"
 _NORM = "a sum of squares depends on how parameters are sharded"
 _SHARD_ENDS = "a data shard ends with a backward pass"
 _ROUTER = "router statistics are sums too"
-_DEPTHS = "so are the losses of multi-token prediction"
+_DEPTHS = "so are the losses of MTP"
 _COMPILES = "each rank would import torch's compiler, with the same bits"
 
 ROWS = (
@@ -83,7 +83,7 @@ ROWS = (
         wraps=False),
     ReplacementRow("megatron.bridge.models.gpt_provider:mtp_block_spec",
         "numerics.megatron.multi_token:invariant_block",
-        "Bridge builds the layers of multi-token prediction by name"),
+        "Bridge builds the layers of MTP by name"),
     # --- The norm of the gradient, and clipping ---
     *(
         ReplacementRow(f"megatron.core.optimizer.{module}:get_grad_norm_fp32", path, _NORM, wraps=False, when=when)
@@ -152,7 +152,7 @@ ROWS = (
         ReplacementRow(
             f"megatron.core.models.{model}.forward",
             "numerics.megatron.attention.packed:looped",
-            "weight gradients would be products over whatever a sequence is packed with",
+            "weight gradients would be GEMMs over all sequences of a packed row",
         )
         for model in ("gpt.gpt_model:GPTModel", "hybrid.hybrid_model:HybridModel")
     ),

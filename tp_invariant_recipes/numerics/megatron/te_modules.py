@@ -57,7 +57,7 @@ class Allowed:
 
 ONLY = {
     "params_dtype": Allowed(
-        (torch.bfloat16, torch.float32, None), "products are defined for weights in bfloat16 and float32"
+        (torch.bfloat16, torch.float32, None), "GEMMs are defined for weights in bfloat16 and float32"
     ),
     "normalization": Allowed(("RMSNorm", "LayerNorm"), "another norm has no invariant version"),
     "zero_centered_gamma": Allowed((False,), "norm weights around zero have no invariant version"),
@@ -154,7 +154,7 @@ def _split_sizes(given: dict[str, Any]) -> list[int]:
 
 def _not_divided(sizes: list[int], shards: int) -> list[str]:
     wrong = sorted({size for size in sizes if size % shards})
-    return [f"out_features: {shards} virtual shards (TPI_SHARDS) do not divide a segment of {n} rows" for n in wrong]
+    return [f"out_features: {shards} virtual shards (TPI_SHARDS) do not divide a matrix of {n} rows" for n in wrong]
 
 
 def _of_megatron(module: Any) -> bool:

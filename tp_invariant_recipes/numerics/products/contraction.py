@@ -91,8 +91,9 @@ def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments) -> Tensor
     if not cublas.tried(_batch_is_exact, kind, a, trial):
         return None
     if cublas.checking():
-        what = f"{shards} products of {[*a.shape]} @ {[*b.shape]} as a batch have other bits than by fixed tiles"
-        return cublas.checked(compute, defined, a, b, terms, False, f"{what}: the trial did not see it")
+        what = f"{shards} GEMMs of {[*a.shape]} @ {[*b.shape]} as a batch differ from the fixed-tile GEMM"
+        undetected = f"{what}: the runtime exactness check did not detect it"
+        return cublas.checked(compute, defined, a, b, terms, False, undetected)
     compute(a, b, terms, False)
     return terms
 
@@ -167,8 +168,8 @@ def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
 
     x, y = matrices(a, b)
     what = (
-        f"the sum of {cut.pieces} products {[*x.shape]} @ {[*y.shape]} in one launch has other bits than by fixed "
-        f"tiles (add={add}): the trial of products/contraction.py did not see it"
+        f"the sum of {cut.pieces} GEMMs {[*x.shape]} @ {[*y.shape]} in one launch is not bitwise identical to "
+        f"the fixed-tile GEMM (add={add}): the runtime exactness check of products/contraction.py did not detect it"
     )
     cublas.checked(restarting, defined, a, b, out, add, what)
 

@@ -91,8 +91,8 @@ def _matches_definition(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
 def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     """cuBLAS's product and the one of fixed tiles on these operands. Raises RunError where their bits differ."""
     what = (
-        f"a product {[*a.shape]} @ {[*b.shape]} by cuBLAS has other bits than by fixed tiles ({a.dtype} to "
-        f"{out.dtype}, add={add}): the trial of products/cublas.py did not see it"
+        f"a GEMM {[*a.shape]} @ {[*b.shape]} by cuBLAS is not bitwise identical to the fixed-tile GEMM ({a.dtype} to "
+        f"{out.dtype}, add={add}): the runtime exactness check of products/cublas.py did not detect it"
     )
     return cublas.checked(cublas.launch, by_fixed_tiles, a, b, out, add, what)
 

@@ -35,9 +35,9 @@ def product(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Te
     """
     kind(a, b)
     if out.shape != (a.data.shape[0], b.data.shape[0]):
-        raise ValueError(f"a product of {[*a.data.shape]} and {[*b.data.shape]}^T is not {[*out.shape]}")
+        raise ValueError(f"a GEMM of {[*a.data.shape]} and {[*b.data.shape]}^T is not {[*out.shape]}")
     if out.dtype != torch.float32 and (add or out.dtype != torch.bfloat16):
-        raise TypeError(f"an FP8 product in {out.dtype} (add={add}); fp32, or bf16 without add")
+        raise TypeError(f"an FP8 GEMM in {out.dtype} (add={add}); fp32, or bf16 without add")
     (on_cpu if out.is_cpu else _on_gpu)(a, b, out, add)
     return out
 
@@ -60,8 +60,10 @@ def _on_gpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
         fp8_tiles.product(a, b, out, add)
     elif cublas.checking():
         what = (
-            f"an FP8 product {[*a.data.shape]} @ {[*b.data.shape]}^T by cuBLAS has other bits than by fixed tiles "
-            f"({b.blocks} to {out.dtype}, add={add}): the trial of products/fp8_cublas.py did not see it"
+            f"an FP8 GEMM {[*a.data.shape]} @ {[*b.data.shape]}^T by cuBLAS is not bitwise identical to the "
+            "fixed-tile GEMM "
+            f"({b.blocks} to {out.dtype}, add={add}): the runtime exactness check of products/fp8_cublas.py "
+            "did not detect it"
         )
         cublas.checked(fp8_cublas.launch, fp8_tiles.product, a, b, out, add, what)
     else:
@@ -141,7 +143,7 @@ def grouped_weight_gradient(
     raises ValueError: "1x128", and a group whose rows are no multiple of 128.
     """
     if dy.blocks != "tensor" and any(size % BLOCK for size in groups.sizes):
-        raise ValueError(f"groups of {[*groups.sizes]} rows cut blocks of {BLOCK}; pad each with zeros")
+        raise ValueError(f"groups of {[*groups.sizes]} rows split blocks of {BLOCK}; pad each with zeros")
     if dy.data.is_cuda:
         from tp_invariant_recipes.kernels.products import fp8_tiles
 

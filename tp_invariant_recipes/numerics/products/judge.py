@@ -64,8 +64,9 @@ def require_definition(device: torch.device) -> None:
         by_fixed_tiles(a, b, out, False)
         if difference(out.cpu(), _defined(a.cpu(), b.cpu())) is not None:
             raise RunError(
-                f"guard: fixed tiles of {dtype} on this GPU have other bits than the definition of docs/arithmetic.md, "
-                "by which the host judges samples: it adds otherwise than a Hopper does, or it is broken; guard=off"
+                f"guard: fixed tiles of {dtype} on this GPU are not bitwise identical to the definition of "
+                "docs/arithmetic.md, by which the host judges samples: the GPU adds in another order than a "
+                "Hopper does, or it is faulty; guard=off"
             )
 
 

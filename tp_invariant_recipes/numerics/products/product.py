@@ -32,7 +32,7 @@ def require_order(device: str) -> None:
         sums = fixed_tile_product(a, a.new_ones(a.shape[1], 16), torch.empty(len(a), 16, device=device))
         if (sums != (chosen[:, 2:] == chosen.amax(1, keepdim=True))).any():
             raise RunError(
-                f"numerics=tree: fixed tiles of {dtype} do not add products in the order of k on {device}, as compiled "
+                f"numerics=tree: fixed tiles of {dtype} do not add in the order of k on {device}, as compiled "
                 f"by Triton {installed('triton')}; install the version of the lock file"
             )
 

@@ -237,13 +237,13 @@ def _tried(group: Any, device: torch.device) -> Peers | None:
     if problem is None:
         try:
             peers = Peers(group, device)
-            problem = _slow(peers) if _trial(peers) else "sums have other bits"
+            problem = _slow(peers) if _trial(peers) else "sums are not bitwise identical"
         except RuntimeError as error:
             problem = str(error).strip().partition("\n")[0] or repr(error)
         if not _everywhere(problem is None, group, device):
             problem = problem or "another rank cannot"
     if problem is not None and _choice[0] == "always":
-        raise RunError(f"{KEY}=always: ranks cannot read each other's memory: {problem}")
+        raise RunError(f"{KEY}=always: symmetric memory is not available: {problem}")
     if group.rank() == 0:
         how = "their memory" if problem is None else f"NCCL: {problem}"
         print(f"sums over {group.size()} tensor-parallel ranks go through {how}", flush=True)
@@ -251,7 +251,7 @@ def _tried(group: Any, device: torch.device) -> Peers | None:
 
 
 def _unsuitable(group: Any, device: torch.device) -> str | None:
-    """Return why a group's ranks cannot read each other's memory, the same on every rank; None: they may."""
+    """Return why a group's symmetric memory is not available, the same on every rank; None: they may."""
     if group.size() not in gpus.PEERS or dist.get_backend(group) != "nccl":
         return f"{group.size()} ranks over {dist.get_backend(group)}"
     return _hosts_problem(group, device)

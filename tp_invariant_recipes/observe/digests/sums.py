@@ -227,7 +227,7 @@ def _tensors(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list]:
     """Shapes and dtypes of all tensors by name, and what is wrong with them. A collective of the whole world."""
     seen = Counter((part.name, part.place) for part in held)
-    wrong = [f"{name}: rank {dist.get_rank()} holds a part of it twice" for (name, _), n in seen.items() if n > 1]
+    wrong = [f"{name}: rank {dist.get_rank()} holds a shard of it twice" for (name, _), n in seen.items() if n > 1]
     wrong += [
         f"{part.name}: rank {dist.get_rank()} holds a part that is not within its shape {part.shape}"
         for part in held

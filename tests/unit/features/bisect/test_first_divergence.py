@@ -160,7 +160,7 @@ def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypat
     result = bisect.execute(actual, lambda *_: nullcontext())
     assert (result.step, result.repeats) == (2, (True, repeats))
     assert ("does not repeat itself here" in result.words) is not repeats
-    assert f"replicas of weights {FC1}.weight disagree: ranks 0" in result.words
+    assert f"ranks disagree on weights {FC1}.weight: ranks 0" in result.words
     written = json.loads((actual.directory.path / "bisect.json").read_text())
     assert (written["text"], written["placed"]["verdict"]) == (result.words, "different")
     assert (result.module, result.operation) == (FC1, "the update of the optimizer")

@@ -40,7 +40,7 @@ def test_configurations_are_refused_by_name(words, parts):
 
 FAMILIES = (
     ("qwen3_moe_toy", None),
-    ("gemma3_toy", "windows of attention have no portable version"),
+    ("gemma3_toy", "sliding-window attention has no portable version"),
     ("gpt_oss_toy", "attention sinks have no portable version"),
     ("nemotron3_nano_toy", "Mamba layers have no portable version"),
     ("qwen3_next_toy", "gated delta nets are covered by numerics=tree only"),

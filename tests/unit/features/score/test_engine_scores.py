@@ -151,7 +151,7 @@ def moved(item, size):
     return np.minimum(item["reference"] + np.random.default_rng(1).normal(0, 1, 2 * LENGTH) * size, -1e-3)
 
 
-SHIFTED = "off by one: at a token's place stands the log-probability"
+SHIFTED = "off by one: each token has the log-probability"
 LAST = np.tile(np.arange(1, LENGTH + 1) == LENGTH, 2)
 ONE = np.arange(2 * LENGTH) == 2 * LENGTH - 3
 NAMED = {

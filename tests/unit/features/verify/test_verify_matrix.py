@@ -346,7 +346,7 @@ def test_a_ledger_that_moved_can_be_renamed(here):
     write_ledger(here / "moved.jsonl", cell_header(8), 3)
     judged = judge(where.path, here / "moved.jsonl")
     assert judged.exit_status == 0
-    assert "the same bits as moved.jsonl over 3 steps" in judged.line
+    assert "is bitwise identical to moved.jsonl over 3 steps" in judged.line
     assert judged.as_json()["against"] == str(here / "moved.jsonl")
 
 
@@ -357,11 +357,11 @@ def test_the_command_prints_a_table_a_line_and_json(cli, here):
     judged = cli("verify", "--recheck", "m")
     assert (judged.status, judged.err) == (1, "")
     head, *rows = judged.out.splitlines()[:3]  # in a pipe a table has no rules
-    assert head.split() == ["cell", "ranks", "steps", "last", "loss", "verdict"]
+    assert head.split() == ["configuration", "ranks", "steps", "last", "loss", "verdict"]
     assert [row.split() for row in rows] == [
         ["tp=1", "1", "3", "6.25", "reference"],
         ["tp=2", "2", "3", "6.25", "different", "at", "step", "2:", "loss"],
     ]
-    assert "different: tp=2 computed other bits than tp=1 at step 2: loss " in judged.out
+    assert "different: tp=2 is not bitwise identical to tp=1 at step 2: loss " in judged.out
     assert "continue with: tpi bisect m/tp1 m/tp2" in judged.out
     assert json.loads(cli("verify", "--recheck", "m", "--json").out) == json.loads(where.result.read_text())

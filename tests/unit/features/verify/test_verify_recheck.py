@@ -135,7 +135,7 @@ def test_the_newest_is_taken_where_none_is_named(cli, monkeypatch):
     assert matrix_dir.latest(Path("runs")) == Path("runs/new")
     ended = cli("verify", "--lf")
     assert ended.status == 0
-    assert "identical: tp=1, 2, 4 computed the same bits over 2 steps" in ended.out
+    assert "identical: tp=1, 2, 4 are bitwise identical over 2 steps" in ended.out
 
 
 @pytest.mark.parametrize("words", (("qwen3_toy", "--last-failed"), ("--last-failed", "--recheck", "m")), ids=" ".join)

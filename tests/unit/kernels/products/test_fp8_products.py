@@ -147,9 +147,9 @@ def test_what_is_no_quantized_matrix_is_refused():
         (lambda: Quantized(data, torch.ones((), dtype=BF16)), "scales of torch.bfloat16"),
         (lambda: Quantized(data.t(), torch.ones(())), "not contiguous"),
         (lambda: Quantized(data, torch.ones(4, 3), "1x128"), "scales [4, 3] of 1x128 for [4, 256]; [4, 2]"),
-        (lambda: quantized(4, 256, "1x128").along_k(64, 128), "128 of k from 64 cut blocks of 128"),
-        (lambda: quantized(4, 256, "1x128").along_k(0, 64), "64 of k from 0 cut blocks of 128"),
-        (lambda: quantized(256, 256, "128x128").of_rows(64, 128), "128 rows from 64 cut blocks of 128"),
+        (lambda: quantized(4, 256, "1x128").along_k(64, 128), "128 of k from 64 split blocks of 128"),
+        (lambda: quantized(4, 256, "1x128").along_k(0, 64), "64 of k from 0 split blocks of 128"),
+        (lambda: quantized(256, 256, "128x128").of_rows(64, 128), "128 rows from 64 split blocks of 128"),
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             wrong()

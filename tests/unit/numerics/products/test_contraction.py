@@ -240,9 +240,9 @@ def test_live_operands_are_checked_on_request(kernel_stand_in, batch_stand_in, m
     monkeypatch.setattr(cublas, "checking", lambda: True)
     contraction.nodes(a, b, mesh, sizes, exact_product)
     message = (
-        r"TPI_CHECK_PRODUCTS=1: the sum of 4 products \[24, 128\] @ \[128, 20\] in one launch has other bits"
+        r"TPI_CHECK_PRODUCTS=1: the sum of 4 GEMMs \[24, 128\] @ \[128, 20\] in one launch is not bitwise"
         if kernels
-        else r"8 products of \[24, 128\] @ \[128, 20\] as a batch have other bits"
+        else r"8 GEMMs of \[24, 128\] @ \[128, 20\] as a batch differ"
     )
     with pytest.raises(RunError, match=message):
         contraction.nodes(a * 1000, b, mesh, sizes, exact_product)

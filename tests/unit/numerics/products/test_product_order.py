@@ -44,7 +44,7 @@ def test_another_order_is_refused_by_name(monkeypatch, other, dtype):
         return fixed_tile_product(a, b, out)
 
     monkeypatch.setattr(product, "fixed_tile_product", reordered)
-    with pytest.raises(RunError, match=rf"fixed tiles of {dtype} do not add products in the order of k on cpu.*Triton"):
+    with pytest.raises(RunError, match=rf"fixed tiles of {dtype} do not add in the order of k on cpu.*Triton"):
         product.require_order("cpu")
 
 

@@ -47,7 +47,7 @@ def test_a_cpu_and_one_rank_ask_nobody():
     (
         (True, None, "their memory"),
         (True, "barriers are slow", "NCCL: barriers are slow"),
-        (False, None, "NCCL: sums have other bits"),
+        (False, None, "NCCL: sums are not bitwise identical"),
         (RuntimeError("no access\nC++"), None, "NCCL: no access"),
     ),
 )
@@ -81,7 +81,7 @@ def test_gloo_is_not_tried(trial, monkeypatch, capsys):
 def test_demanded_it_fails_where_it_cannot(trial, choose):
     choose("always")
     trial.return_value = False
-    with pytest.raises(RunError, match=r"device.peer_memory=always.*other bits"):
+    with pytest.raises(RunError, match=r"device.peer_memory=always.*not bitwise identical"):
         peer_memory._tried(GROUP, torch.device("cpu"))
 
 
