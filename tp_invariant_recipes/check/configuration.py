@@ -1,15 +1,77 @@
 """All rules of a configuration, whatever machine it runs on."""
 
-from tp_invariant_recipes.check import cuda_graphs, guard, layout, recording, relations
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from tp_invariant_recipes.check import cuda_graphs, layout, recording, relations
 from tp_invariant_recipes.check import finetuning as finetuning_rules
-from tp_invariant_recipes.check import secrets as secret_rules
 from tp_invariant_recipes.check.invariant import invariance
-from tp_invariant_recipes.check.rule import Rule, broken_rules
+from tp_invariant_recipes.check.rule import Rule, broken_rules, value_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.settings import delta_net, schema
+from tp_invariant_recipes.settings.environment import NAME, changing_bits
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.secrets import holds, named, redacted
 from tp_invariant_recipes.sources.recipe_layer import SPECS
+
+_shown = cache(redacted)  # of names of fields, which are the same in each configuration
+
+
+def _held(sections: Any, path: str) -> Iterator[Problem]:
+    if isinstance(sections, dict):
+        for name, value in sections.items():
+            inner = f"{path}.{_shown(str(name))}".removeprefix(".")
+            if path == "cluster.environment" and named(str(name)):
+                continue  # check/configuration.py refuses it
+            if path.endswith("_tags") and named(str(name)):
+                yield _refusal(inner)
+            else:
+                yield from _held(value, inner)
+    elif isinstance(sections, list | tuple):
+        for value in sections:
+            yield from _held(value, path)
+    elif isinstance(sections, str) and holds(sections):
+        yield _refusal(path)
+
+
+def _refusal(path: str) -> Problem:
+    return Problem(
+        path,
+        "holds what looks like a secret, and what is configured is written down",
+        "set it in a variable where you start the run, and for a job name that in cluster.forward",
+    )
+
+
+SECRET_RULES: tuple[Rule[RunConfig], ...] = (Rule(lambda config: [*dict.fromkeys(_held(config.sections, ""))]),)
+
+
+# The rules of a cluster's environment variables, and of the limit on silence. None shows the value of a secret.
+
+
+def _unnamed(config: RunConfig) -> Iterator[Problem]:
+    for name in config.cluster.environment:
+        if not NAME.fullmatch(name):
+            yield Problem("cluster.environment", f"{name!r} is no name of a variable")
+
+
+def _secret(config: RunConfig) -> Iterator[Problem]:
+    text = "looks like a secret, and what is configured is written down"
+    solve = "set it where you start the run, and for a job name it in cluster.forward"
+    for name in filter(named, config.cluster.environment):
+        yield Problem(f"cluster.environment.{name}", text, solve)
+
+
+VARIABLE_RULES: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda t: isinstance(t.run.hang_timeout, int) and t.run.hang_timeout < 1,
+        "must be at least 1 second, auto, or off", head=value_of("run.hang_timeout")),
+    Rule(_unnamed),
+    Rule(_secret),
+    Rule(lambda t: changing_bits(t.device.kind, t.cluster.environment), needs=lambda t: t.numerics.mode != STOCK),
+)  # fmt: skip
+
 
 # What invariant numerics know in the place of an object.
 HOW = {
@@ -52,7 +114,7 @@ RECIPE_RULES = tuple(Rule(test, needs=lambda t: t.recipe.name is not None) for t
 # In the order of messages.
 RULES: tuple[Rule[RunConfig], ...] = (
     *layout.RULES, *relations.RULES, *invariance.RULES, *cuda_graphs.RULES, *relations.PRECISION_RULES,
-    *recording.RULES, *guard.RULES, *secret_rules.VARIABLE_RULES, *secret_rules.RULES, *RECIPE_RULES,
+    *recording.RULES, *recording.RULES, *VARIABLE_RULES, *SECRET_RULES, *RECIPE_RULES,
     *finetuning_rules.EXAMPLE_RULES, *finetuning_rules.ADAPTER_RULES, *relations.WEIGHTS_RULES,
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import typer
 
 from tp_invariant_recipes import __version__
-from tp_invariant_recipes.cli import audit, checks, data, inference, ledgers, runs, show, submit, train, verify
+from tp_invariant_recipes.cli import audit, checks, inference, ledgers, runs, show, submit, train, verify
 from tp_invariant_recipes.cli.arguments import help_text, with_config
 from tp_invariant_recipes.errors import Interrupted, TpiError, reason
 from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, errno_of, shortage, too_many_files
@@ -47,7 +47,7 @@ COMMANDS = (
 )  # fmt: skip
 for _name, _function in COMMANDS:
     app.command(_name, help=help_text(_function))(with_config(_function))
-app.add_typer(data.data_app, name="data")
+app.add_typer(train.data_app, name="data")
 
 
 @app.callback(invoke_without_command=True)

@@ -5,7 +5,7 @@ Graphs take the launches from the host, whose speed decides the time of a small 
 
 from collections.abc import Callable, Collection, Sequence
 
-from tp_invariant_recipes.check import guard
+from tp_invariant_recipes.check import recording
 from tp_invariant_recipes.check.invariant import modes as mode_rules
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.identity import flat
@@ -35,7 +35,7 @@ EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         lambda config: finetuning.adapts(config) and not config.numerics.invariant,
         "tpi captures adapters only on request",
     ),
-    (lambda config: config.guard.kind == guard.SHADOW, "a captured step takes no other replica's data"),
+    (lambda config: config.guard.kind == recording.SHADOW, "a captured step takes no other replica's data"),
     (
         lambda config: config.model.get("recompute_granularity") is not None,
         "tpi captures recomputation only on request",

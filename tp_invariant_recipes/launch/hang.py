@@ -12,9 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.reading import Bounds, Count, Record, Seconds
-from tp_invariant_recipes.training.heartbeat import WRITE_FRAMES, Heartbeats, Phase, Sign
+from tp_invariant_recipes.training.heartbeat import WRITE_FRAMES, Heartbeats, Limits, Phase, Sign
 
 ANSWER = 3.0  # seconds that ranks get to answer
 POLL = 0.1

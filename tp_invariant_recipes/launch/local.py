@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.hang import size_of
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.settings import environment, low_precision
 from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.training.heartbeat import limits
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.launch.plan import Plan  # it imports Hydra, which an export does without

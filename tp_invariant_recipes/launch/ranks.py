@@ -17,7 +17,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import HardwareFault, RunError
 from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, free_bytes, no_inodes, shortage, too_many_files
 from tp_invariant_recipes.launch import hang
@@ -30,7 +29,7 @@ from tp_invariant_recipes.start import bridge
 from tp_invariant_recipes.start.cache import CLOCK
 from tp_invariant_recipes.start.forking import can_fork
 from tp_invariant_recipes.text import first_line
-from tp_invariant_recipes.training.heartbeat import Heartbeats, Phase
+from tp_invariant_recipes.training.heartbeat import Heartbeats, Limits, Phase
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.training.rank import RankInfo

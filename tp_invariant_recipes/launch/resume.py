@@ -9,11 +9,10 @@ from typing import Any
 
 from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.comparison import comparability
-from tp_invariant_recipes.config import resume_rules
+from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
+from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST, StateForm
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, latest, parse, parse_all
-from tp_invariant_recipes.config.resume_rules import StateForm
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, lines, listed
 from tp_invariant_recipes.launch import trust
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
@@ -23,7 +22,7 @@ from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.stream import last_step
 from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
+from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import finetuning
@@ -96,7 +95,7 @@ def compose_resumed(run: Path, model: str | None, overrides: Sequence[Override])
     typed = [*OF_AN_ATTEMPT, *(override.path for override in overrides)]
     trust.require(run, before, RunDir(run).config, typed, typed_model=resumes_model(run, model, before))
     before = _by_present_name(RunDir(run), before)
-    kept = parse_all(resume_rules.kept(before.numerics))  # another layout has other defaults
+    kept = parse_all(identity.kept(before.numerics))  # another layout has other defaults
     return _compose_as(before, [*_recorded(before, OF_AN_ATTEMPT), *kept, *overrides])
 
 
@@ -169,7 +168,7 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
     newest = start is None and step is None
     done = completed_steps(run_dir) if newest else None
     problems = _changes(before.identity, plan.identity, composed.overrides)
-    problems += lines(resume_rules.other_state(parse_all(before.overrides), composed.overrides, plan.config))
+    problems += lines(identity.other_state(parse_all(before.overrides), composed.overrides, plan.config))
     reached = done or (_newest(run_dir) if newest else step or 0)
     if reached > iters:
         problems.append(f"iters={iters}: the run goes on at step {reached}; raise iters, or checkpoint.ckpt_step=STEP")
@@ -192,7 +191,7 @@ def _checkpoint(plan: Plan, step: int | None) -> RunCheckpoint | None:
     Raises CheckpointError: it is of another run.
     """
     run_dir = plan.run_dir
-    untrusted, within = guard_files.unsettled(run_dir), _steps_in_ledger(run_dir)
+    untrusted, within = checkpoints.unsettled(run_dir), _steps_in_ledger(run_dir)
     if untrusted is not None:  # whoever noted it was killed before the checkpoints were moved
         within = min(within, untrusted.trusted)
     checkpoint = checkpoints.select(run_dir.checkpoints, step, within=within, hashes=False)
@@ -274,12 +273,12 @@ def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
 def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunCheckpoint) -> None:
     """Raise ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), checkpoint.read_manifest()
-    separate = resume_rules.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
+    separate = identity.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
     now = {"numerics": plan.config.section("numerics"), "layout": degrees}
     saved = StateForm(manifest.optimizer_state, manifest.layout, manifest.separate_experts)
-    wanted = StateForm(resume_rules.optimizer_state(plan.config), degrees, separate)
-    problems = resume_rules.unreadable_state(str(checkpoint.path), saved, wanted)
-    if wrong := lines([*resume_rules.other_gradients(vars(before), now), *problems]):
+    wanted = StateForm(identity.optimizer_state(plan.config), degrees, separate)
+    problems = identity.unreadable_state(str(checkpoint.path), saved, wanted)
+    if wrong := lines([*identity.other_gradients(vars(before), now), *problems]):
         raise ConfigError(f"{command} cannot go on at step {checkpoint.step} in this layout.\n{listed(wrong)}", wrong)
 
 
@@ -299,8 +298,8 @@ def _starting_at(plan: Plan, checkpoint: RunCheckpoint) -> Plan:
     # number of steps alone.
     schedule = {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": False}
     config = plan.config.with_fields("scheduler", **schedule)
-    state = resume_rules.WHOLE | {
-        "load_rng": resume_rules.same_random_states(checkpoint.read_manifest().layout, plan.layout.as_dict())
+    state = identity.WHOLE | {
+        "load_rng": identity.same_random_states(checkpoint.read_manifest().layout, plan.layout.as_dict())
     }
     config = config.with_fields("checkpoint", ckpt_step=checkpoint.step, load=str(checkpoint.path.parent), **state)
     return replace(plan, config=config, start=checkpoint.step)

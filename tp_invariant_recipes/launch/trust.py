@@ -2,14 +2,18 @@
 
 A run names its recipe, functions by their paths, the interpreter of its nodes and lines of bash. They run when somebody
 resumes, repeats, scores or exports the run, so a folder from elsewhere would run a stranger's code. What this user's
-own tpi has written is sealed (runs/seal.py) and runs again; a recipe only while its file is the same and nobody else
-can change it. Of other folders, what is typed again runs, or everything with --trust-recipe.
+own tpi has written is sealed, by a hash with this user's key, and runs again; a recipe only while its file is the same
+and nobody else can change it. Of other folders, what is typed again runs, or everything with --trust-recipe.
 """
 
 import hashlib
+import hmac
+import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,64 @@ from tp_invariant_recipes.config.overrides import Override, parse_all
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.ledger.run_files import LARGEST_CONFIG, RunFile
 from tp_invariant_recipes.reading import read_limited
-from tp_invariant_recipes.runs import seal
 from tp_invariant_recipes.runs.matrix_dir import Matrix
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import field_table, schema
 from tp_invariant_recipes.sources import recipe_source
+from tp_invariant_recipes.start.cache import state_dir
+
+_BYTES = 32  # of a key
+
+
+def seal(content: Any) -> str:
+    """Return the seal of a value of JSON; empty: this user has no key, and none can be written."""
+    key = _key() or _new_key()
+    return hmac.digest(key, json.dumps(content, sort_keys=True).encode(), "sha256").hex() if key else ""
+
+
+def is_own(content: Any, seal_: str) -> bool:
+    """Whether this user's tpi sealed the value."""
+    return bool(seal_) and _key() is not None and hmac.compare_digest(seal(content).encode(), seal_.encode())
+
+
+def others_can_change(file: Path) -> str | None:
+    """Why the contents of a file are not the user's alone; None: they are.
+
+    A folder that others can write lets them put there what the file imports. What belongs to root is trusted.
+    """
+    for path in (file.resolve(), file.resolve().parent):
+        try:
+            status = path.stat()
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to another user"
+        if status.st_mode & 0o022:
+            return f"others can write {path} (chmod go-w)"
+    return None
+
+
+def _file() -> Path:
+    return state_dir() / "seal.key"
+
+
+def _key() -> bytes | None:
+    """Return the user's key; None: there is none that only this user can read and write."""
+    try:
+        status, key = _file().stat(), _file().read_bytes()
+    except OSError:
+        return None
+    return key if len(key) == _BYTES and status.st_uid == os.geteuid() and not status.st_mode & 0o077 else None
+
+
+def _new_key() -> bytes | None:
+    """Write a key where there is none: a file that another process writes now is whole soon."""
+    with suppress(OSError):
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(_file(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(os.urandom(_BYTES))
+    return _key()
+
 
 # Settings whose value runs: a command, its options, variables of a process, or files that it imports.
 RUN_CODE = (
@@ -55,7 +112,7 @@ def sealed[R: (RunFile, Matrix)](
     whose seal counts if nothing of it changes: the job's container may lack the user's key.
     """
     content = _content(record, config)
-    return replace(record, seal=before[1] if before and before[0] == content else seal.seal(content))
+    return replace(record, seal=before[1] if before and before[0] == content else seal(content))
 
 
 def require(
@@ -82,7 +139,7 @@ def require(
     ]
     if not typed_model and recipe_source.is_users(record.model):
         file = recipe_source.file_of(record.model) if own else None
-        if why := seal.others_can_change(file) if file else _FOREIGN:
+        if why := others_can_change(file) if file else _FOREIGN:
             problems.append(_refusal(where, record.model, why))
     refuse(problems)
 
@@ -108,7 +165,7 @@ def _overrides(record: RunFile | Matrix) -> list[str]:
 
 def _is_own(record: RunFile | Matrix, config: Path | None) -> bool:
     try:
-        return seal.is_own(_content(record, config), record.seal)
+        return is_own(_content(record, config), record.seal)
     except (OSError, ValueError):
         return False
 

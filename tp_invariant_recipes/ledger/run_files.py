@@ -103,7 +103,7 @@ class Attempted(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile(Record):
-    """`run.json`. seal: shows who wrote it (runs/seal.py); empty: it shows nothing."""
+    """`run.json`. seal: shows who wrote it (launch/trust.py); empty: it shows nothing."""
 
     model: str
     overrides: Listed[str]

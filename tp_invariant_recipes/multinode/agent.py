@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, refuse
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.launch import local, ranks, record, resume
@@ -45,10 +44,11 @@ from tp_invariant_recipes.multinode.rendezvous import (
     Rendezvous,
     Stopped,
 )
-from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
+from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import run_config
+from tp_invariant_recipes.training.heartbeat import limits
 
 START_TIMEOUT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
 END_TIMEOUT = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"
@@ -163,7 +163,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         reached = _wait_for_arrivals(rendezvous, task.rendezvous_timeout)
         if planned.run_dir.checkpoints.exists():
             checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
-        guard_files.settle(planned.run_dir)
+        checkpoints.settle(planned.run_dir)
         outcome = _train(rendezvous, task, planned, reached)
     except Stopped:
         outcome = Outcome.STOPPED
@@ -179,7 +179,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
 
 def _excluded(planned: Plan, cause: RankFailed) -> bool:
     """Whether the job goes on without the nodes that have computed wrong bits: its script then excludes them."""
-    noted = guard_files.settle(planned.run_dir)
+    noted = checkpoints.settle(planned.run_dir)
     if not (cause.hardware and noted and planned.config.guard.exclude):
         return False
     file = planned.run_dir.excluded

@@ -127,7 +127,7 @@ class Matrix(Record):
 
     overrides: as typed. omitted: combinations of the axes that are no cells.
     kind:      the command that made it; an earlier version had one more.
-    seal:      shows who wrote it (runs/seal.py); empty: it shows nothing.
+    seal:      shows who wrote it (launch/trust.py); empty: it shows nothing.
     """
 
     schema: int = field(default=SCHEMA, kw_only=True)

@@ -11,7 +11,7 @@ class RunSettings:
     """Where the run is written, and when it is given up.
 
     hang_timeout: seconds without a sign of life, whatever a rank does; auto: of a step it follows the run's own steps
-                  (config/hang_timeout.py); off: for ever.
+                  (training/heartbeat.py); off: for ever.
     verify:       what of the checkpoint that a run goes on from is compared with its manifest: sizes alone, or hashes
                   too, for which every file is read.
     """

@@ -218,7 +218,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
     CLOCK.setting_up = time.time()
     recipe_layer.enter(config.recipe)
     with ExitStack() as stack:
-        from tp_invariant_recipes.config import container, hang_timeout
+        from tp_invariant_recipes.config import container
         from tp_invariant_recipes.numerics.megatron import lora as adapters
         from tp_invariant_recipes.numerics.megatron import replacements
         from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
@@ -238,7 +238,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
             from tp_invariant_recipes.training.callbacks import Finite
 
             callbacks = [*callbacks, Finite()]
-        callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
+        callbacks = [heartbeat.First(partial(heartbeat.takes_long, config)), *callbacks, heartbeat.Last()]
         # A guard's come first: what is replaced next adds up the passes of a step, and not those that a guard repeats.
         rows = [row for callback in callbacks for row in getattr(callback, "replacements", tuple)()]
         rows += [

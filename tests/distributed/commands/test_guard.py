@@ -12,7 +12,7 @@ from tests.distributed.scenario import unequal
 from tests.distributed.small_models import RECOMPUTED, small
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.runs import checkpoints, guard_files
+from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 TINY = ("seq=32", "gbs=2", "model.num_layers=1", "model.vocab_size=512")
@@ -54,7 +54,7 @@ def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenar
     assert last == step - 1 - 2
     assert f"the last trusted checkpoint is of step {last}; tpi train --resume run goes on from it" in message
     assert (run.checkpoints / "set-aside" / f"iter_{last + 1:07d}").is_dir()
-    assert guard_files.unsettled(run) is None
+    assert checkpoints.unsettled(run) is None
     (file,) = files(tpi)
     assert "different: the recorded bits are wrong" in tpi("check", file, status=1).stdout
     recorded, _ = evidence.read(file)

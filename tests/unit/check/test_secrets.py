@@ -6,7 +6,7 @@ import pytest
 
 from tests.rules import table_problems
 from tests.unit.check.refusals import problems_of
-from tp_invariant_recipes.check import secrets as secret_rules
+from tp_invariant_recipes.check import configuration as secret_rules
 from tp_invariant_recipes.settings import secrets
 
 PASSWORD = "hunter2x"

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tp_invariant_recipes.cli import data, main
+from tp_invariant_recipes.cli import main, train
 
 WIDTH = 80
 
@@ -15,7 +15,7 @@ WIDTH = 80
 def commands_by_words() -> dict[str, typer.models.CommandInfo]:
     """Every command by the words that call it."""
     named = {info.name: info for info in main.app.registered_commands}
-    named |= {f"data {info.name}": info for info in data.data_app.registered_commands}
+    named |= {f"data {info.name}": info for info in train.data_app.registered_commands}
     return {name: info for name, info in named.items() if name}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tp_invariant_recipes.cli.data import data_app
+from tp_invariant_recipes.cli.train import data_app
 from tp_invariant_recipes.data import text
 from tp_invariant_recipes.data.text import find_prepared, prepare, read_index, select
 from tp_invariant_recipes.errors import DataError

@@ -14,14 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.hang_timeout import Limits, limits, takes_long
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import hang, ranks
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training import rank
-from tp_invariant_recipes.training.heartbeat import Phase, Sign, sign
+from tp_invariant_recipes.training.heartbeat import Limits, Phase, Sign, limits, sign, takes_long
 from tp_invariant_recipes.training.rank import RankInfo
 
 SHORT = Limits(step=0.4, long_step=60.0, alone=60.0)

@@ -11,8 +11,8 @@ from tp_invariant_recipes.launch.ranks import RankFailed
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.multinode import agent
-from tp_invariant_recipes.runs import checkpoints, guard_files
-from tp_invariant_recipes.runs.guard_files import Untrusted
+from tp_invariant_recipes.runs import checkpoints
+from tp_invariant_recipes.runs.checkpoints import Untrusted
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 EVIDENCE = Evidence(
@@ -56,29 +56,29 @@ def test_evidence_is_read_as_written(tmp_path):
 def test_checkpoints_after_the_earliest_trusted_step_are_set_aside_once(tmp_path):
     run_dir = RunDir(tmp_path)
     saved(run_dir, 5, 10, 15, 20)
-    assert guard_files.settle(run_dir) is None
-    guard_files.distrust(run_dir, 0, Untrusted(15, ("n1",)))
-    guard_files.distrust(run_dir, 3, Untrusted(10, ("n2",)))
-    assert guard_files.settle(run_dir) == Untrusted(10, ("n1", "n2"))
+    assert checkpoints.settle(run_dir) is None
+    checkpoints.distrust(run_dir, 0, Untrusted(15, ("n1",)))
+    checkpoints.distrust(run_dir, 3, Untrusted(10, ("n2",)))
+    assert checkpoints.settle(run_dir) == Untrusted(10, ("n1", "n2"))
     assert [item.step for item in checkpoints.finished(run_dir.checkpoints)] == [5, 10]
     saved(run_dir, 15)
-    assert guard_files.settle(run_dir) is None
+    assert checkpoints.settle(run_dir) is None
     assert [item.step for item in checkpoints.finished(run_dir.checkpoints)] == [5, 10, 15]
 
 
 def test_a_note_that_cannot_be_read_is_no_trust(tmp_path):
     run_dir = RunDir(tmp_path)
-    guard_files.distrust(run_dir, 0, Untrusted(15))
+    checkpoints.distrust(run_dir, 0, Untrusted(15))
     (tmp_path / "guard" / "untrusted-rank-0.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        guard_files.settle(run_dir)
+        checkpoints.settle(run_dir)
 
 
 def test_the_last_good_step_is_of_this_run_so_far(tmp_path):
     run_dir = RunDir(tmp_path)
-    assert guard_files.read_good(run_dir, 100) == 0
-    guard_files.write_good(run_dir, 60)
-    assert [guard_files.read_good(run_dir, start) for start in (59, 60, 100)] == [0, 60, 60]
+    assert checkpoints.read_good(run_dir, 100) == 0
+    checkpoints.write_good(run_dir, 60)
+    assert [checkpoints.read_good(run_dir, start) for start in (59, 60, 100)] == [0, 60, 60]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_last_good_step_is_of_this_run_so_far(tmp_path):
 def test_a_job_goes_on_without_the_nodes_only_where_asked(tmp_path, exclude, hardware, repeated):
     run_dir = RunDir(tmp_path)
     run_dir.excluded.write_text("n7\n")
-    guard_files.distrust(run_dir, 1, Untrusted(0, ("n2",)))
+    checkpoints.distrust(run_dir, 1, Untrusted(0, ("n2",)))
     planned = SimpleNamespace(run_dir=run_dir, config=SimpleNamespace(guard=SimpleNamespace(exclude=exclude)))
     assert agent._excluded(planned, RankFailed("x", 0.0, user_error=True, hardware=hardware)) is repeated
     assert run_dir.excluded.read_text() == ("n7\nn2\n" if repeated else "n7\n")

@@ -3,7 +3,7 @@
 import os
 from functools import partial
 
-from tp_invariant_recipes.check import guard
+from tp_invariant_recipes.check import recording
 from tp_invariant_recipes.check.rule import Rule, Test, cuts_sequences, has, limit_of, name_of
 from tp_invariant_recipes.numerics.megatron.families import layers_alike
 from tp_invariant_recipes.settings import low_precision
@@ -101,7 +101,7 @@ def _captured_experts(config: RunConfig) -> bool:
 
 
 def _sampled_experts(config: RunConfig) -> bool:
-    return config.shape.experts > 1 and config.guard.kind == guard.PRODUCTS
+    return config.shape.experts > 1 and config.guard.kind == recording.PRODUCTS
 
 
 def _waiting_experts(config: RunConfig) -> bool:

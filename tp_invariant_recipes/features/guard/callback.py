@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.bridge.training.callbacks import CallbackContext
 from megatron.core import parallel_state
 
-from tp_invariant_recipes.check.guard import SHADOW, rank_distance
+from tp_invariant_recipes.check.recording import SHADOW, rank_distance
 from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.features.guard.judge import Judge, Reporter, SampledProducts, WrongBits, described
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
@@ -42,7 +42,7 @@ from tp_invariant_recipes.observe.shards import Shards, gather_weights
 from tp_invariant_recipes.observe.trace import site_of
 from tp_invariant_recipes.observe.union import gathered
 from tp_invariant_recipes.replacement import Replacement
-from tp_invariant_recipes.runs import guard_files
+from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -86,7 +86,7 @@ class Guard(AroundOptimizerStep):
         self._adam = Adam(state, names, self._judge, self.rank, stated)
         self._memory = Memory(state, names, self._judge, self.rank)
         self._replicas = Replicas(names, self._judge)
-        self._good = guard_files.read_good(self.run_dir, self._start)
+        self._good = checkpoints.read_good(self.run_dir, self._start)
         if self._shadows:
             distance, data_shards = rank_distance(self.config), self.config.numerics.data_shards or 1
             site = site_of(context)
@@ -186,7 +186,7 @@ class Guard(AroundOptimizerStep):
         if earliest(first) is None:
             self._good = self._step
             if self.rank == 0:
-                guard_files.write_good(self.run_dir, self._step)
+                checkpoints.write_good(self.run_dir, self._step)
             return
         self._products.hand_over(self._step)
         self._sampler.everything = True

@@ -1,4 +1,4 @@
-"""From what nets have copied to the message that ends a run, and the files that it leaves (runs/guard_files.py).
+"""From what nets have copied to the message that ends a run, and the files that it leaves (runs/checkpoints.py).
 
 A thread compares while the run goes on. A case waits for the GPU's work that was launched before it was submitted, on
 whatever stream: Bridge trains with `cuda_graph=te` on a stream of its own, and the thread's copies to the host know
@@ -30,7 +30,7 @@ from tp_invariant_recipes.numerics.products.judge import UnlikeBits, difference,
 from tp_invariant_recipes.numerics.products.sampling import DEFINED, REPEATED, Sample, Sampler
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.observe.shards import Shards
-from tp_invariant_recipes.runs import checkpoints, guard_files
+from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
@@ -82,7 +82,7 @@ class Reporter:
     def report(self, finding: WrongBits, trusted: int) -> HardwareFault:
         """Return the error to raise. Its files are written."""
         unlike = finding.difference or UnlikeBits(0, 0, 0)
-        file = guard_files.evidence_file(self.run_dir, finding.step, self.rank)
+        file = checkpoints.evidence_file(self.run_dir, finding.step, self.rank)
         written = Evidence(
             detector=finding.detector,
             step=finding.step,
@@ -99,7 +99,7 @@ class Reporter:
         )
         evidence.write(file, written, finding.tensors)
         hosts = tuple(sorted({suspect.host for suspect in written.suspects}))
-        guard_files.distrust(self.run_dir, self.rank, guard_files.Untrusted(trusted, hosts))
+        checkpoints.distrust(self.run_dir, self.rank, checkpoints.Untrusted(trusted, hosts))
         return HardwareFault(f"{written.text()}\n{self._checkpoints(trusted)}\nevidence: tpi check {file}")
 
     def _checkpoints(self, trusted: int) -> str:

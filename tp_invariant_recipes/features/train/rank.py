@@ -27,7 +27,7 @@ def train(
 
 
 def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: RunConfig) -> list:
-    from tp_invariant_recipes.config.resume_rules import experts_separate, optimizer_state
+    from tp_invariant_recipes.config.identity import experts_separate, optimizer_state
     from tp_invariant_recipes.training.callbacks import IndexRecorder, ManifestWriter
 
     parts = run.identity_hash, run.layout, optimizer_state(config)
@@ -43,9 +43,9 @@ def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: 
 
 def guarding(run_dir: RunDir, rank_info: rank.RankInfo, config: RunConfig) -> list:
     """Return the callback that notices broken hardware, if the run has one. It comes after those of `recording`."""
-    from tp_invariant_recipes.check import guard
+    from tp_invariant_recipes.check.recording import OFF
 
-    if config.guard.kind == guard.OFF:
+    if config.guard.kind == OFF:
         return []
     from tp_invariant_recipes.features.guard.callback import Guard
 

@@ -15,7 +15,7 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import RankFn, Stop
 from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
+from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -107,7 +107,7 @@ def execute(
         record.check_current(planned)
         if planned.run_dir.checkpoints.exists():
             checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
-        guard_files.settle(planned.run_dir)
+        checkpoints.settle(planned.run_dir)
         record.write(planned)
         try:
             outcome = check_completed(planned, local.run(planned, watch, rank_fn=rank_fn or train.train, stop=stop))
@@ -115,7 +115,7 @@ def execute(
             raise
         except TpiError as error:
             with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
-                guard_files.settle(planned.run_dir)
+                checkpoints.settle(planned.run_dir)
                 attempts.end(planned.run_dir, "failed", str(error))
             raise
         except KeyboardInterrupt:
