@@ -112,8 +112,6 @@ class Lines:
         for event in self.tail.new():
             loss = "skipped" if event.loss is None else f"loss {event.loss:.4f}"
             self.show(event, f"{loss}  {self.tail.tokens_per_second():,.0f} tokens/s")
-            if event.start:
-                self.console.print(Text(cache.text(event.start)), soft_wrap=True)
         if self.tail.strange and not self.tail.reported:
             self.tail.reported = True
             self.console.print(Text(self.tail.strange), soft_wrap=True)

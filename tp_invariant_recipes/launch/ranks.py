@@ -26,7 +26,6 @@ from tp_invariant_recipes.reading import checked, parse_json, read_limited
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.start import bridge
-from tp_invariant_recipes.start.cache import CLOCK
 from tp_invariant_recipes.start.forking import can_fork
 from tp_invariant_recipes.text import first_line
 from tp_invariant_recipes.training.heartbeat import Heartbeats, Limits, Phase
@@ -193,10 +192,7 @@ def run(
                 return
         raise hanging(hangs.rank_states(processes, logs), run_dir)
 
-    try:
-        ended_here = _watch(processes, stop, look, stepped, failed)
-    finally:
-        CLOCK.restart()
+    ended_here = _watch(processes, stop, look, stepped, failed)
     dead = {rank_infos[n].rank: p.exitcode for n, p in enumerate(processes) if failed(n) and n not in ended_here}
     # Before training begins, SIGTERM just ends a rank.
     if dead and not (stop.signals and all(code == -signal.SIGTERM for code in dead.values())):

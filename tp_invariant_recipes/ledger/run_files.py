@@ -148,7 +148,6 @@ class ProgressLine(Record):
     peak_memory:     the most bytes allocated on the last rank's GPU so far; 0: not measured, as on a CPU.
     peak_reserved:   likewise, of those that PyTorch holds.
     flops:           of the steps before this one, by Megatron's count of the model's operations.
-    start:           of the first step of an attempt: what the seconds until its end went to, part by part.
     """
 
     step: Count
@@ -161,7 +160,6 @@ class ProgressLine(Record):
     peak_reserved: Count = 0
     flops: float = 0.0
     time: float | None = None
-    start: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ from tp_invariant_recipes.observe.trace import Tracing
 from tp_invariant_recipes.runs.checkpoints import iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
-from tp_invariant_recipes.start.cache import CLOCK
-from tp_invariant_recipes.start.cache import text as start_text
 
 LOSS = "lm loss"  # Bridge's name for the language-model loss
 
@@ -54,7 +52,6 @@ class Recorder(Callback):
         if digests:
             digests.listener, digests.check = self._append_with_digests, self._check_loaded
         self.writer: LedgerWriter  # opened when training starts
-        self.begun = False  # a step has ended
         self.validation = VALIDATION  # the kind of the next one
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -86,8 +83,6 @@ class Recorder(Callback):
         groups = [g for g in context.optimizer.param_groups if g and not g.get("is_decoupled_lr")]
         self.learning_rate = float(groups[0]["lr"])
         self.started = time.monotonic()
-        if not self.begun:
-            CLOCK.step_begins()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Append the step to the ledger, at once or when its digests are there; add a line to the progress file."""
@@ -112,10 +107,6 @@ class Recorder(Callback):
             self.pending = record
         else:
             self.writer.append(record)
-        start = {} if self.begun else CLOCK.parts()
-        self.begun = True
-        if start:
-            print(start_text(start))  # in the log
         line = ProgressLine(
             step=record.step,
             loss=None if loss is None else loss.item(),
@@ -127,7 +118,6 @@ class Recorder(Callback):
             peak_reserved=torch.cuda.max_memory_reserved(),
             flops=float(state.floating_point_operations_so_far),
             time=time.time(),
-            start=start,
         )
         self._write_progress(line)
 

@@ -19,7 +19,6 @@ from typing import Any
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.start import cache, lazy_imports, weight_gradient
-from tp_invariant_recipes.start.cache import CLOCK, IMPORTS
 
 VERBOSE = "TPI_VERBOSE"  # environment variable: set to 1 by -v, and inherited by ranks
 
@@ -136,7 +135,7 @@ def _import(*names: str) -> None:
     cache.keep_bytecode()
     weight_gradient.provide()
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
-    with CLOCK.counted(IMPORTS), quiet(), _without_garbage_collection(), _nvml_only():
+    with quiet(), _without_garbage_collection(), _nvml_only():
         if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
             prepare_import()
         with lazy_imports.put_off(_later), _compiled_later():

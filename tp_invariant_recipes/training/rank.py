@@ -29,7 +29,6 @@ from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
 from tp_invariant_recipes.start import forking
-from tp_invariant_recipes.start.cache import CLOCK, count_kernels
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
@@ -215,7 +214,6 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
     forward_step: of Bridge's loop; None: Bridge's own for GPT. Bridge is loaded (start/bridge.py).
     """
     heartbeat.sign(Phase.SETTING_UP)
-    CLOCK.setting_up = time.time()
     recipe_layer.enter(config.recipe)
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container
@@ -228,8 +226,6 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
         stack.callback(optimizer_step.restore)
         callbacks = [*callbacks, optimizer_step]
         adapt(stack, config)
-        if config.device.kind != "cpu":
-            count_kernels()
         if config.device.kind != "cpu" and config.numerics.mode != STOCK:
             from tp_invariant_recipes.training.callbacks import DeterministicOverhead
 

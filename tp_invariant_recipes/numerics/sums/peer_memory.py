@@ -32,7 +32,6 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.tree_add import peer_add, tree_add
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.start.cache import CLOCK, KERNELS
 
 KEY = "device.peer_memory"
 SLOWEST = 1.0  # ms for a barrier; some 0.01 where no other process uses the GPUs
@@ -216,8 +215,7 @@ def peers_of(mesh: VirtualMesh, operand: Tensor, size: int) -> Peers | None:
     if mesh.group not in _peers:
         if torch.cuda.is_current_stream_capturing():
             return None
-        with CLOCK.counted(KERNELS):
-            _peers[mesh.group] = _tried(mesh.group, operand.device)
+        _peers[mesh.group] = _tried(mesh.group, operand.device)
     return _peers[mesh.group]
 
 
