@@ -114,7 +114,7 @@ RECIPE_RULES = tuple(Rule(test, needs=lambda t: t.recipe.name is not None) for t
 # In the order of messages.
 RULES: tuple[Rule[RunConfig], ...] = (
     *layout.RULES, *relations.RULES, *invariance.RULES, *cuda_graphs.RULES, *relations.PRECISION_RULES,
-    *recording.RULES, *recording.RULES, *VARIABLE_RULES, *SECRET_RULES, *RECIPE_RULES,
+    *recording.RULES, *recording.GUARD_RULES, *VARIABLE_RULES, *SECRET_RULES, *RECIPE_RULES,
     *finetuning_rules.EXAMPLE_RULES, *finetuning_rules.ADAPTER_RULES, *relations.WEIGHTS_RULES,
 )  # fmt: skip
 

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.rules import table_problems
 from tests.unit.check.refusals import problems_of
-from tp_invariant_recipes.check import configuration as secret_rules
+from tp_invariant_recipes.check.configuration import SECRET_RULES
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.settings import secrets
 
 PASSWORD = "hunter2x"
@@ -97,7 +97,7 @@ def test_what_is_configured_holds_none(override, says):
 )
 def test_tags_of_mlflow_hold_none(tags, key):
     sections = {"logger": {"mlflow_tags": tags | {"team": "ours"}}}
-    (problem,) = table_problems(secret_rules, SimpleNamespace(sections=sections))
+    (problem,) = map(str, broken_rules(SimpleNamespace(sections=sections), SECRET_RULES))
     assert problem.startswith(f"logger.mlflow_tags.{key}: holds what looks like a secret")
     assert PASSWORD not in problem
 
@@ -133,6 +133,6 @@ def test_names_of_secrets():
 
 def test_a_name_that_is_a_secret_is_not_repeated():
     config = SimpleNamespace(sections={"logger": {"mlflow_tags": {TOKEN: f"http://u:{PASSWORD}@h"}}})
-    (problem,) = table_problems(secret_rules, config)
+    (problem,) = map(str, broken_rules(config, SECRET_RULES))
     assert TOKEN not in problem
     assert PASSWORD not in problem
