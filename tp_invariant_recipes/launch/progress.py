@@ -16,7 +16,6 @@ from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine.progress import EVERY, PLAIN, Counter
 from tp_invariant_recipes.reading import checked, parse_json
-from tp_invariant_recipes.start import cache
 from tp_invariant_recipes.start.bridge import VERBOSE
 from tp_invariant_recipes.text import counted
 
