@@ -1,5 +1,6 @@
 """What mkdocs.yml cannot say: which files are pages, the list of API pages, and the lines of our docstrings."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     written = [File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)) for path in pages]
     api = [File.generated(config, f"api/{name}.md", content=f"# {name}\n\n::: {name}\n") for name in modules()]
     return Files([*theme, *written, *api])
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let a search find a module by its name and its members', and explanations on pages that people wrote."""
+    file = Path(config.site_dir, "search", "search_index.json")
+    index = json.loads(file.read_text())
+    written = [entry for entry in index["docs"] if not entry["location"].startswith("api/")]
+    members: dict[str, list[str]] = {}
+    for entry in index["docs"]:
+        page, _, anchor = entry["location"].partition("#")
+        if page.startswith("api/"):
+            members.setdefault(page, []).extend([entry["title"]] if "." in anchor else [])
+    titles = {page: page.removeprefix("api/").removesuffix(".html") for page in members}
+    reference = [{"location": page, "title": titles[page], "text": " ".join(names)} for page, names in members.items()]
+    file.write_text(json.dumps({**index, "docs": [*written, *reference]}))
 
 
 class Lines(griffe.Extension):
