@@ -7,8 +7,8 @@
     pretrain(tpi_qwen3_8b_pretrain_config(tp=4, iters=50), forward_step)
 
 Each is `tpi.recipe` of its model with numerics=stock, since Bridge's own pretrain() trains nothing else; within
-`tpi.invariant()` it trains with the invariant numerics (docs/patch-mode.md). `python -m tp_invariant_recipes.recipes` runs
-Bridge's own recipe runner with these names known to it.
+`tpi.invariant()` it trains with the invariant numerics (docs/patch-mode.md). `python -m tp_invariant_recipes.recipes`
+runs Bridge's own recipe runner with these names known to it.
 """
 
 from __future__ import annotations
