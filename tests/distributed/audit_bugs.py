@@ -45,13 +45,6 @@ def norm_gradients_not_summed() -> None:
     _finalizing()._allreduce_non_tensor_model_parallel_grads = lambda *args, **more: None
 
 
-def router_gradients_not_summed() -> None:
-    """A router's weight is not marked as one that sequence parallelism sums."""
-    from megatron.core.transformer.moe.router import Router
-
-    _then(Router, "__init__", lambda router, _: setattr(router.weight, "sequence_parallel", False))
-
-
 def tied_embedding_not_summed() -> None:
     """The first and the last stage keep their own gradient of the one embedding."""
     _finalizing()._allreduce_word_embedding_grads = lambda *args, **more: None
@@ -118,24 +111,6 @@ def loss_scaled_twice() -> None:
     _wrapped(schedules, "forward_step_calc_loss", make)
 
 
-def heads_of_keys_duplicated() -> None:
-    """All queries of a rank read its first head of keys."""
-    from megatron.core.transformer.attention import SelfAttention
-
-    def change(_, out):
-        query, key, *rest = out
-        return query, key[:, :, :1].expand_as(key), *rest
-
-    _then(SelfAttention, "get_query_key_value_tensors", change)
-
-
-def bias_added_tp_times() -> None:
-    """Every tensor-parallel rank adds the bias of the output projection."""
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-    _then(RowParallelLinear, "forward", lambda _, out: (out[0], None if out[1] is None else out[1] * 2))
-
-
 def positions_shifted_on_a_rank() -> None:
     """The second rank's rotary embedding starts at its position 1."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -146,28 +121,19 @@ def positions_shifted_on_a_rank() -> None:
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
-def _on_accumulation(change: Callable[[Any], None]) -> None:
+def micro_batches_lost() -> None:
+    """NVIDIA/TransformerEngine#3051: of one matrix only the last micro-batch is left."""
     from tp_invariant_recipes.features.audit import recording
 
     def hook(own, _):
         parameter = dict(own._chunks[0].named_parameters())[FC2]
 
-        def accumulated(_: Any) -> None:
-            change(parameter.main_grad)
+        def lost(_: Any) -> None:
+            parameter.main_grad.zero_()
 
-        parameter.register_hook(accumulated)
+        parameter.register_hook(lost)
 
     _then(recording.AuditRecording, "on_train_start", hook)
-
-
-def micro_batches_lost() -> None:
-    """NVIDIA/TransformerEngine#3051: of one matrix only the last micro-batch is left."""
-    _on_accumulation(lambda gradient: gradient.zero_())
-
-
-def accumulation_doubled() -> None:
-    """What was accumulated counts twice after every micro-batch."""
-    _on_accumulation(lambda gradient: gradient.mul_(2))
 
 
 def weights_of_another_seed() -> None:
@@ -185,16 +151,6 @@ def weights_of_another_seed() -> None:
         return changed
 
     _wrapped(recording.AuditRecording, "on_train_start", make)
-
-
-def vocabulary_shifted_by_a_row() -> None:
-    """The first part of the vocabulary starts one word late."""
-    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-
-    def change(embedding, _):
-        embedding.vocab_start_index += _tensor_parallel_rank() == 0
-
-    _then(VocabParallelEmbedding, "__init__", change)
 
 
 def _outputs_reduced(name: str, otherwise: Callable[[Any, Any], Any]) -> None:
@@ -228,27 +184,11 @@ def outputs_not_summed() -> None:
     _outputs_reduced("reduce_from_tensor_model_parallel_region", lambda part, reduce: part if _many() else reduce())
 
 
-def input_gradients_not_summed() -> None:
-    """Each tensor-parallel rank sends its own partial gradient on."""
-    from megatron.core.tensor_parallel import layers
-
-    layers.copy_to_tensor_model_parallel_region = lambda x, *args, **more: x
-
-    _then(layers.ColumnParallelLinear, "__init__", lambda layer, _: setattr(layer, "allreduce_dgrad", False))
-
-
 def gradient_transposed() -> None:
     """A square weight's gradient is written transposed."""
     _gradients_changed(
         lambda name, _: name.endswith("layers.0.self_attention.linear_proj.weight"), lambda g: g.t().clone()
     )
-
-
-def gathered_in_another_order() -> None:
-    """Parts of sequences are joined in the order of the wrong ranks."""
-    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-
-    _then(LanguageModelEmbedding, "forward", lambda _, out: out.roll(2, 0))
 
 
 def learning_rate_doubled_on_a_rank() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.distributed.faults import stop
 
-# In fp32, since bf16 would round most of what another order changes away.
 SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "numerics=tree", "precision=fp32")
 FC1, FC2 = (f"decoder.layers.0.mlp.linear_fc{n}" for n in (1, 2))
 
@@ -18,37 +17,19 @@ def train(tpi, run, *overrides, before=None):
     tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before, status=0)
 
 
-def _wrong_order(step, name, tp):
-    """At a step of this degree, add the ranks' partial products of the module's weight one after the other."""
+def _wrong_output(step, name, tp):
+    """At a step of this degree, a module gives twice what it computes."""
 
     def plant():
-        import torch.distributed as dist
-
-        from tp_invariant_recipes.numerics.layers.formats import plain
-        from tp_invariant_recipes.numerics.sums import tree
         from tp_invariant_recipes.observe.digests.callback import Digests
         from tp_invariant_recipes.observe.shards import unwrapped
 
-        begin, contraction, sound = Digests.on_train_step_start, plain.start_contraction, plain.start_reduce_scatter
-
-        def in_rank_order(partials, mesh):
-            node = tree.tree_sum(partials)
-            dist.all_reduce(node, group=mesh.group)
-            return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
+        begin = Digests.on_train_step_start
 
         def on_train_step_start(self, context):
             module = dict(unwrapped(context.model[0]).named_modules())[name]
-
-            def start(a, b, *others):
-                if b.data_ptr() == module.weight.data_ptr():
-                    plain.start_reduce_scatter = in_rank_order
-                try:
-                    return contraction(a, b, *others)
-                finally:
-                    plain.start_reduce_scatter = sound
-
-            faulty = (context.state.train_state.step + 1, module.config.tensor_model_parallel_size) == (step, tp)
-            plain.start_contraction = start if faulty else contraction
+            if (context.state.train_state.step + 1, module.config.tensor_model_parallel_size) == (step, tp):
+                module.register_forward_hook(lambda _, inputs, out: (out[0] * 2, *out[1:]), prepend=True)
             begin(self, context)
 
         Digests.on_train_step_start = on_train_step_start
@@ -61,9 +42,9 @@ def files(folder):
 
 
 @pytest.mark.release
-def test_a_forward_product_added_in_another_order_across_tp(tpi):
+def test_a_forward_output_that_is_wrong_in_one_layout(tpi):
     """tp=1 against tp=4, from the checkpoint before; the runs stay as they are."""
-    plant = _wrong_order(3, FC2, tp=4)
+    plant = _wrong_output(3, FC2, tp=4)
     for tp in (1, 4):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=4", "save=2", before=plant)
     compared = tpi("compare", "tp1", "tp4", status=1)

@@ -6,10 +6,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.distributed.faults import ranks_of
+from tests.distributed.small_models import SAVED
+from tp_invariant_recipes.errors import RunError
 
 RUN = ("train", "qwen3_toy", "model.num_layers=1", "tp=2", "iters=400", "seq=32", "numerics=stock", "run.dir=run")
 
@@ -146,3 +150,48 @@ def _stopped(pid: int) -> bool:
 def _has_pending_signals(pid: int) -> bool:
     status = _status(Path(f"/proc/{pid}/status"))
     return bool(int(status["SigPnd"], 16) | int(status["ShdPnd"], 16))
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def ended(norm, skipped=False):
+    from tp_invariant_recipes.training.callbacks import Finite
+
+    state = SimpleNamespace(train_state=SimpleNamespace(step=3))
+    Finite().on_train_step_end(SimpleNamespace(grad_norm=norm, skipped_iter=skipped, state=state))
+
+
+@pytest.mark.parametrize("norm", (NAN, INFINITY, torch.tensor(NAN)), ids=str)
+def test_a_norm_that_is_no_number_ends_the_run(bridge, norm):
+    with pytest.raises(RunError, match=r"the gradient norm of step 4 is (nan|inf); cuda_graph=off"):
+        ended(norm)
+
+
+@pytest.mark.parametrize("norm, skipped", ((0.0, False), (torch.tensor(1e30), False), (None, False), (INFINITY, True)))
+def test_any_other_norm_does_not(bridge, norm, skipped):
+    ended(norm, skipped)
+
+
+def _slowly() -> None:
+    """Steps, evaluations and checkpoints that all take long, and longer than the limit together."""
+    from megatron.bridge.training import checkpointing, train
+
+    def slow(function, seconds):
+        def slower(*args, **kwargs):
+            time.sleep(seconds)
+            return function(*args, **kwargs)
+
+        return slower
+
+    train.train_step = slow(train.train_step, 1.0)
+    train.evaluate_and_print_results = slow(train.evaluate_and_print_results, 3.0)
+    checkpointing.save_checkpoint = slow(checkpointing.save_checkpoint, 3.0)
+
+
+@pytest.mark.release
+def test_a_slow_training_goes_on(tpi):
+    """The set-up has the same limit."""
+    saving = ("save=3", "validation.eval_interval=3", "validation.eval_iters=1", "run.dir=run")
+    tpi("train", *SAVED, *saving, "run.hang_timeout=15", before=_slowly, status=0)
+    assert len(tpi.ledger("run")) == 4

@@ -1,9 +1,13 @@
-"""What a layer asks of CUDA while it is computed again in the backward pass, the CPU serves, too."""
+"""What Megatron and Bridge have otherwise here: recomputation on a CPU, and who writes YAML."""
 
 import pytest
 import torch
 
+from tp_invariant_recipes.config import container
+from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.cpu_host import cpu
+from tp_invariant_recipes.replacement import applied
+from tp_invariant_recipes.training import rank
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -39,3 +43,19 @@ def test_a_recomputed_layer_has_the_gradients_of_one_that_kept_its_activations(r
             gradients.append(x.grad)
     assert torch.equal(*gradients)
     assert gradients[0].triu(1).any()
+
+
+@pytest.mark.parametrize("words", (("qwen3_toy",), ("deepseek_v3_toy", "tp=2", "peft=lora", "logging=wandb")))
+def test_libyaml_writes_the_same_text(tmp_path, words):
+    import yaml
+
+    model, *overrides = words
+    adapted = [*overrides, "model.moe_router_bias_update_rate=0", "checkpoint.pretrained_checkpoint=x"]
+    built = container.build(compose(model, adapted if overrides else (), device="cpu").config)
+    before = yaml.SafeDumper
+    built.to_yaml(str(tmp_path / "python.yaml"))
+    with applied([rank.YAML_WRITER]):
+        assert yaml.SafeDumper is not before
+        built.to_yaml(str(tmp_path / "libyaml.yaml"))
+    assert yaml.SafeDumper is before
+    assert (tmp_path / "libyaml.yaml").read_bytes() == (tmp_path / "python.yaml").read_bytes()

@@ -142,3 +142,24 @@ def test_a_field_without_bits_only_reads_or_moves_or_waits():
     for key in ("optimizer.lr", "train.global_batch_size", "train.a_field_of_a_later_release", "model.hidden_size"):
         assert in_fingerprint(key)
     assert in_fingerprint("dataset.dataset_kwargs.pad_to_max_length")
+
+
+# A range, the numbers at its ends, and the nearest numbers beyond them.
+ENDS = (
+    (rows.NOT_NEGATIVE, (0,), (-1,)),
+    (rows.COUNT, (1,), (0,)),
+    (rows.POSITIVE, (5e-324,), (0,)),
+    (rows.SHARE, (0, 1), (-5e-324, 1 + 2**-52)),
+    (rows.BELOW_1, (0, 1 - 2**-53), (-5e-324, 1)),
+    (rows.PART, (5e-324, 1), (0, 1 + 2**-52)),
+    (rows.SEED, (1, 2**32 - 2**24), (0, 2**32 - 2**24 + 1)),
+    (rows.NICE, (-20, 19), (-21, 20)),
+    (rows.PORT, (1, 65535), (0, 65536)),
+)
+
+
+@pytest.mark.parametrize("row", ENDS, ids=lambda row: row[0].words)
+def test_a_range_ends_where_its_words_say(row):
+    limits, inside, outside = row
+    assert [limits.holds(number) for number in inside] == [True] * len(inside)
+    assert [limits.holds(number) for number in outside] == [False] * len(outside)

@@ -1,16 +1,19 @@
-"""A rank's beginning."""
+"""A rank's beginning, and what a pass leaves behind."""
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -133,3 +136,35 @@ def test_signs_of_a_step_have_its_number_and_an_evaluation_ends_with_one(monkeyp
     assert signs(first.on_train_step_start, 5) == (Phase.STEP, 6)
     assert signs(first.on_eval_step_start, 5)[0] is Phase.EVALUATING
     assert signs(last.on_eval_end, 5)[0] is Phase.BETWEEN
+
+
+class Model:
+    """Held by a hook on its weight's gradient, as Megatron's DistributedDataParallel is."""
+
+    def __init__(self) -> None:
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.accumulate = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
+        self.accumulate.register_hook(lambda *_: self)
+        self.dispatcher = MoEAlltoAllTokenDispatcher.__new__(MoEAlltoAllTokenDispatcher)
+        self.dispatcher.probs = self.weight * 2
+
+
+@pytest.fixture
+def collector():
+    gc.disable()  # as Bridge does in training
+    yield
+    gc.enable()
+
+
+def test_a_model_with_experts_is_gone_after_its_pass(collector):
+    from tp_invariant_recipes.training.settle import settle
+
+    model = weakref.ref(Model())
+    gone = weakref.proxy(torch.nn.Module())  # what it stood for is no more
+    gc.collect()
+    assert model() is not None  # the collector alone does not find it
+    settle()
+    assert model() is None
+    del gone

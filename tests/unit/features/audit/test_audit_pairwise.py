@@ -1,10 +1,21 @@
-"""Cells of `tpi audit --all` cover each pair of settings once, and a fault is shrunk to the settings that it needs."""
+"""Parts of `tpi audit`: cells that cover each pair of settings once, its processes, the reference that it plans."""
 
+import os
+import signal
+import time
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.errors import Interrupted, RunError
+from tp_invariant_recipes.features.audit import reference as audit_reference
 from tp_invariant_recipes.features.audit.cells import MOST, Covering, pairs, shrunk
+from tp_invariant_recipes.features.audit.result import BEYOND, FAILED, NOT_DECIDED, WITHIN, Trial
+from tp_invariant_recipes.features.audit.trial import SideBySide
+from tp_invariant_recipes.launch.ranks import Stop
 
 AXES = (
     ("tp=2", "tp=2 sp=false"), ("dp=2",), ("mbs=2",), ("loss",), ("sinks",), ("adam", "muon"), ("masks",), ("eval",),
@@ -55,3 +66,100 @@ def test_a_fault_is_shrunk_to_its_cause(cause):
 
     assert shrunk(cell, fails) == cause
     assert len(tried) == len(cell)
+
+
+WRONG = Trial(("tp=2",), BEYOND, "text", "gradients decoder.layers.1.mlp.experts.7.linear_fc2", 1.0)
+
+
+def test_one_fault_is_that_of_a_tensor_in_any_layer_and_the_same_known_one():
+    assert WRONG.same_fault(replace(WRONG, first="gradients decoder.layers.0.mlp.experts.3.linear_fc2", text="other"))
+    assert not WRONG.same_fault(replace(WRONG, first="gradients decoder.layers.1.mlp.experts.7.linear_fc1"))
+    assert not WRONG.same_fault(replace(WRONG, known="another fault of the same tensor"))
+    assert not WRONG.same_fault(replace(WRONG, verdict=WITHIN))
+
+
+def test_cells_without_a_fault_are_not_reaudited():
+    verdicts = (WITHIN, NOT_DECIDED, BEYOND, FAILED)
+    assert [replace(WRONG, verdict=verdict).covers for verdict in verdicts] == [True, True, False, False]
+
+
+def test_any_rank_may_be_the_first_to_fail():
+    failed = replace(WRONG, verdict=FAILED, first=None, text="rank 0 failed: RuntimeError: x\nits log: a")
+    assert failed.same_fault(replace(failed, text="rank 1 failed: RuntimeError: x\nits log: b"))
+    assert not failed.same_fault(replace(failed, text="rank 0 failed: RuntimeError: y"))
+
+
+@pytest.mark.usefixtures("here")
+def test_calls_run_at_the_same_time_and_each_returns_its_own():
+    def met(own: str, other: str) -> tuple[str, int]:
+        open(own, "w").close()
+        until = time.monotonic() + 30
+        while not os.path.exists(other):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return own, os.getpid()
+
+    calls = SideBySide(Stop())
+    calls.start("a", lambda: met("a", "b"))
+    calls.start("b", lambda: met("b", "a"))
+    assert calls.keys == ["a", "b"]
+    ended = dict(calls.next() for _ in range(2))
+    assert {key: own for key, (own, _) in ended.items()} == {"a": "a", "b": "b"}
+    assert len({os.getpid(), *(process for _, process in ended.values())}) == 3
+    assert not len(calls)
+
+
+@pytest.mark.parametrize("number, words", ((None, "ZeroDivisionError"), (signal.SIGKILL, "was killed")))
+def test_a_defect_or_a_kill_ends_the_others_and_is_an_error(number, words):
+    calls = SideBySide(Stop())
+    calls.start("long", lambda: time.sleep(60))
+    calls.start("wrong", lambda: 1 // 0 if number is None else os.kill(os.getpid(), number))
+    with pytest.raises(RunError, match=words):
+        calls.next()
+    assert not len(calls)
+
+
+@pytest.mark.parametrize("stops", (lambda: time.sleep(60), lambda: (_ for _ in ()).throw(Interrupted)))
+def test_a_stop_is_passed_on_and_ends_all(stops):
+    stop = Stop(requests=1)
+    calls = SideBySide(stop)
+    calls.start("a", stops)
+    calls.start("b", stops)
+    with pytest.raises(Interrupted):
+        calls.next()
+    assert not len(calls)
+
+
+def test_a_reference_is_the_simplest_of_what_the_configuration_has():
+    config = compose(
+        "qwen3_moe_toy",
+        ["numerics=stock", "tp=2", "pp=2", "ep=2", "dp=2", "gbs=4", "mbs=2", "ddp.overlap_grad_reduce=true"],
+    ).config
+    result = audit_reference.overrides(config, [])
+    assert {"train.micro_batch_size=1", "ddp.overlap_grad_reduce=false", "sp=false"} <= set(result)
+    assert "parallel.data_parallel_size=1" in result
+    own = parse_all(["mbs=2", "sp=true"])
+    assert not {"train.micro_batch_size=1", "sp=false"} & set(audit_reference.overrides(config, own))
+    assert "model.expert_model_parallel_size=4" in audit_reference.overrides(config, [], 4)
+    assert audit_reference.overrides(compose("qwen3_toy", ["numerics=stock"]).config, []) == []
+
+
+DEFINITIONS = (
+    ("qwen3_toy", "dp=2", "numerics.data_shards=2"),
+    ("qwen3_toy", "cp=2", "numerics.context_shards=2"),
+    ("qwen3_moe_toy", "dp=2", "numerics.expert_groups=2"),
+)
+
+
+@pytest.mark.parametrize("model, word, count", DEFINITIONS)
+def test_a_reference_of_invariant_numerics_has_their_definition(model, word, count):
+    config = compose(model, ["numerics=tree", word, "gbs=4"]).config
+    words = audit_reference.overrides(config, [])
+    assert count in words
+    assert count not in audit_reference.overrides(config, parse_all([count.replace("2", "1")]))
+    name = count.partition("=")[0].partition(".")[2]
+    defined = compose(model, ["numerics=tree", "gbs=4", *words]).config
+    assert getattr(defined.numerics, name) == getattr(config.numerics, name)
+    assert compose(model, ["numerics=tree", "gbs=4"]).config.numerics != defined.numerics
+    stock = compose(model, ["numerics=stock", word, "gbs=4"]).config
+    assert count not in audit_reference.overrides(stock, [])
