@@ -84,11 +84,7 @@ REFUSED = {
 def test_names_with_control_characters_are_refused(cli, runs_folder):
     for n, (header, changes) in enumerate(REFUSED.values()):
         write_run_of(runs_folder, f"b{n}", header, **changes)
-        commands = [
-            ("compare", "a", f"b{n}"),
-            ("compare", "a", f"b{n}", "--json"),
-            ("report", "a", f"b{n}"),
-        ]
+        commands = [("compare", "a", f"b{n}"), ("compare", "a", f"b{n}", "--json"), ("report", "a", f"b{n}")]
         for command in commands[: 1 if n else 3]:
             ended = cli(*command)
             assert ended.status == 2
