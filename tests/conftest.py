@@ -199,7 +199,7 @@ def bridge() -> None:
     root = Path(tp_invariant_recipes.__file__).parent
     for package in PRELOADED:
         for file in sorted((root / package).rglob("*.py")):
-            if file != root / "numerics" / "megatron" / "te" / "wrappers.py":  # needs Transformer Engine
+            if file != root / "numerics" / "megatron" / "te_wrappers.py":  # needs Transformer Engine
                 import_module(".".join((tp_invariant_recipes.__name__, *file.relative_to(root).with_suffix("").parts)))
     for name in LATE:
         import_module(name)

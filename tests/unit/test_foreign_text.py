@@ -1,15 +1,12 @@
 """Text of strangers controls neither a terminal nor a page: no ESC leaves a command, wherever it came in."""
 
-import ast
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.source_trees import nodes
 from tests.unit.comparison.ledgers import HEADER, PARAMETERS, record, trace
 from tests.unit.jobs.conftest import _state, slurm, submitted  # noqa: F401 -- fixtures
 from tests.unit.jobs.fake_slurm import now, row
@@ -172,20 +169,6 @@ def test_jobs_and_logs_control_nothing(cli, slurm, submitted):  # noqa: F811
     slurm.scene()
     clean(cli("jobs", "12"))
     clean(cli("wait", "12"))
-
-
-def test_commands_print_through_one_module():
-    """machine/terminal.py, which makes text visible; logs write to its stream what jobs/states.py has made visible."""
-    results = {file: other_prints(inner) for file, inner in nodes().items() if file.parts[0] == "cli"}
-    assert {file: calls for file, calls in results.items() if calls} == {}
-    another = ast.walk(ast.parse("print(1)\ntyper.echo(2)\nConsole().print(3)"))
-    assert other_prints(another) == {"print", "typer.echo", "Console"}
-
-
-def other_prints(nodes: Iterable[ast.AST]) -> set[str]:
-    """Calls that print in another way."""
-    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
-    return calls & {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
 
 
 def test_a_shortened_message_keeps_what_comes_on_later_lines():

@@ -94,14 +94,6 @@ def test_an_unknown_target_raises_and_undoes_those_before_it(module, target, err
     assert state(module) == before
 
 
-def test_a_replacement_that_cannot_be_made_undoes_those_before_it(module):
-    before = state(module)
-    broken = Replacement("victim:Thing.own", lambda original: 1 / 0, "")
-    with pytest.raises(ZeroDivisionError), applied([instead("function"), broken]):
-        pytest.fail("the block must not run")
-    assert state(module) == before
-
-
 @given(st.lists(st.sampled_from(TARGETS[2:] + INHERITED)), st.booleans())
 def test_any_sequence_is_undone(targets, fail):
     made = ModuleType("victim")
@@ -123,11 +115,4 @@ def test_for_good_until_undone(module):
     undo = apply([instead("function"), instead("Thing.inherited")])
     assert (module.function, module.Thing.inherited) == ("replaced", "replaced")
     undo()
-    assert state(module) == before
-
-
-def test_all_or_nothing(module):
-    before = state(module)
-    with pytest.raises(AttributeError):
-        apply([instead("function"), instead("missing")])
     assert state(module) == before

@@ -56,16 +56,6 @@ def test_stock_numerics_differ_and_say_what_to_do(shared):
     assert "continue with: tpi bisect stock/tp1 stock/tp2" in done.stdout
 
 
-@pytest.mark.release
-def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shared):
-    """Megatron draws others for every tp."""
-    done = shared("verify", *SMALL, "iters=1", "tp=1,2", "numerics=stock", "--dir", "drawn", status=1)
-    first = "different: tp=2 is not bitwise identical to tp=1: initial weight of embedding.word_embeddings"
-    assert first in done.stdout
-    assert "numerics.initial_weights=invariant starts all of them from the same weights" in done.stdout
-    assert "continue with: tpi compare drawn/tp1 drawn/tp2" in done.stdout
-
-
 _train = train.train
 
 

@@ -189,20 +189,6 @@ def test_a_damaged_index_is_rebuilt(copied, whole):
 
 
 @pytest.mark.release
-def test_without_the_manifest_another_index_trains_on_other_samples(copied, whole):
-    def plant() -> None:
-        from tp_invariant_recipes.runs import run_dir
-
-        run_dir.remove_unrecorded = lambda cache: []
-        run_dir.record = lambda cache: None
-
-    _shuffle_otherwise(copied.folder / "run")
-    copied(*FROM_STEP_2, before=plant, status=0)
-    assert steps(copied.folder / "run")[:2] == steps(whole)[:2]
-    assert steps(copied.folder / "run")[2:] != steps(whole)[2:]
-
-
-@pytest.mark.release
 def test_a_key_for_the_start_does_not_count_when_the_run_continues(whole, tpi):
     """A scheduler repeats the command that began the run."""
     command = (*RUN, "run.dir=run", "--continue", "checkpoint.finetune=true", "checkpoint.load_optim=false")

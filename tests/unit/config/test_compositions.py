@@ -5,10 +5,8 @@ import pytest
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.jobs import slurm_client, submit
 from tp_invariant_recipes.launch.record import RunRequest
-from tp_invariant_recipes.multinode import allocation_run
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
@@ -33,12 +31,6 @@ def compositions(monkeypatch) -> list[tuple[str, ...]]:
 
 def request(*overrides: str, **how) -> RunRequest:
     return RunRequest("qwen3_toy", tuple(parse_all(overrides)), **how)
-
-
-def test_a_training_composes_once(compositions):
-    asked = request("tp=2")
-    asked.plan(asked.composed())
-    assert len(compositions) == 1
 
 
 NODES = (CPUS, ("cluster=h100", "cluster.ranks_per_node=4"), ("cluster=h200",), ("cuda_graph=auto", "cluster=h100"))
@@ -66,19 +58,3 @@ def test_a_file_that_hides_what_its_nodes_have_is_recomposed_for_these(compositi
     result = submit.train("qwen3_toy", [*JOB, f"cluster={tmp_path}/site.yaml"])
     assert "cpu ranks" in result.about
     assert len(compositions) == 2
-
-
-def test_a_matrix_composes_each_cell_once(compositions):
-    verify.new("qwen3_toy", ["tp=1,2,4"], against=None, directory=None)
-    assert len(compositions) == 3
-    compositions.clear()
-    submit.several("qwen3_toy", ["tp=1,2,4", "slurm.time=5", *CPUS], directory=None)
-    assert len(compositions) == 3
-
-
-def test_a_node_composes_once(compositions, tmp_path):
-    asked = request("tp=2", *CPUS, f"run.dir={tmp_path}/run", continues=True)
-    task = allocation_run.node_task(asked, watch=None, remark=None)
-    task.plan()
-    task.plan(start=0)
-    assert len(compositions) == 1

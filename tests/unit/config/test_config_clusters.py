@@ -8,12 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.check.refusals import problems_of
-from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.settings.environment import settings
 
 
 def cluster(*overrides: str, device: str = "gpu") -> dict:
@@ -45,13 +42,6 @@ def test_a_cluster_says_what_its_nodes_are(name):
     assert (result["name"], result["gpus_per_node"], tuple(result["compute_capability"])) == (name, gpus, capability)
     assert (result["architecture"], result["container"], result["ranks_per_node"]) == (architecture, None, None)
     assert variables is None or result["environment"] == {"TORCH_NCCL_HIGH_PRIORITY": "1", **variables}
-
-
-def test_a_plan_has_them(tmp_path, no_gpus, monkeypatch):
-    (tmp_path / "site.yaml").write_text("environment: {NCCL_DEBUG: WARN, TORCH_LOGS: x}\n")
-    monkeypatch.setenv("TORCH_LOGS", "mine")
-    planned = plan.new(compose("qwen3_toy", [f"cluster={tmp_path}/site.yaml", f"run.dir={tmp_path}/run"], device="cpu"))
-    assert planned.environment == settings("cpu", {}) | {"NCCL_DEBUG": "WARN", "TORCH_LOGS": "mine"}
 
 
 def test_a_refused_value_is_a_problem_of_the_configuration():
@@ -143,17 +133,6 @@ def test_the_last_of_several_counts(site):
     assert cluster(site("gpus_per_node: 2\n", "other"), mine) == cluster(mine)
 
 
-def test_a_changed_file_is_read_anew_and_the_same_one_is_not(site, monkeypatch):
-    nodes = [cluster(site(f"gpus_per_node: {count}\n"))["gpus_per_node"] for count in (2, 4)]
-    assert nodes == [2, 4]
-    mine = site("gpus_per_node: 4\n")
-    cluster(mine)
-    monkeypatch.setattr(hydra_tree, "compose", None)  # Hydra merges no files
-    assert cluster(mine, "cluster.ranks_per_node=2")["ranks_per_node"] == 2
-    with pytest.raises(TypeError):
-        cluster(site("gpus_per_node: 3\n"))
-
-
 # What a file holds, and what is said of it beside what is wrong with the command line.
 HEAD = "# @package _global_\n"
 NO_HEAD = "a file with sections in it begins with the line '# @package _global_'"
@@ -237,11 +216,6 @@ def test_a_file_is_located_from_where_one_is_and_from_home(tmp_path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     for path in ("site.yaml", "./site.yaml", "~/site.yaml", f"{tmp_path}/site.yaml", f"'{tmp_path}/site.yaml'"):
         assert cluster(f"cluster={path}")["gpus_per_node"] == 4
-
-
-def test_a_file_with_the_name_of_one_of_tpi_may_build_on_it(tmp_path):
-    (tmp_path / "h100.yaml").write_text("defaults: [h100]\nranks_per_node: 4\n")
-    assert cluster(f"cluster={tmp_path}/h100.yaml") == cluster("cluster=h100") | {"ranks_per_node": 4}
 
 
 @given(st.text())

@@ -117,12 +117,6 @@ def test_passes_cover_every_sequence_once_and_ranks_have_as_many():
             assert {len(batch.places).bit_count() for p in each for batch in p} == {1}
 
 
-def test_passes_have_few_shapes():
-    lengths = [64 + 37 * n % 4000 for n in range(4000)]
-    passes = inference.plan(lengths, 8, 16384, 1, 0)
-    assert len({len(batch.places) * batch.length for batch in passes}) <= 8 * 8  # tokens that a product has
-
-
 def test_a_window_is_bounded():
     many = [sequences.Sequence(n, [0] * 1000, 1) for n in range(3000)]
     windows = [*inference.windows(many, 1 << 18)]

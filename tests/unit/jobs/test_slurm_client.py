@@ -81,14 +81,6 @@ def test_a_row_that_is_torn_is_an_error(command):
         slurm_client.partitions()
 
 
-def test_a_job_that_can_rerun_is_not_over():
-    def over(state: str) -> bool:
-        return Queued(state).over
-
-    assert not any(map(over, ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "REQUEUE_HOLD")))
-    assert all(map(over, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")))
-
-
 def test_the_accounts_are_read(command, asked_of_slurm):
     rows = "7|COMPLETED|0:0\n8_0|FAILED|2:0\n8_[1,3-4%2]|CANCELLED by 1000|0:15\n9|RUNNING|0:0\n"
     command("sacct", NOTICE + rows)
@@ -223,12 +215,6 @@ def test_a_queue_that_stays_full_is_not_waited_for(command, script, monkeypatch)
     with pytest.raises(RunError, match="the queue is full for now"):
         slurm_client.sbatch(script, [])
     assert time.monotonic() - began < 30
-
-
-def test_a_controller_that_is_slow_is_waited_for(command, script, monkeypatch):
-    monkeypatch.setattr(slurm_client, "PATIENCE", 0.1)
-    command("sbatch", "12\n", seconds=0.4)
-    assert slurm_client.sbatch(script, []) == "12"
 
 
 def test_a_command_that_never_answers_is_given_up(command, script, monkeypatch):

@@ -71,12 +71,6 @@ def test_what_is_written_is_read_back(steps):
     assert (ledger.header, list(ledger.steps), ledger.torn) == (HEADER, steps, False)
 
 
-def test_read_takes_the_run_directory_or_the_file(tmp_path):
-    assert write_steps(tmp_path / "ledger.jsonl", 3) == b"".join(ledger_lines(3))
-    assert read(tmp_path) == read(tmp_path / "ledger.jsonl")
-    assert read(str(tmp_path)).steps == tuple(numbered_step(step) for step in (1, 2, 3))
-
-
 def test_a_line_shows_bits_beside_a_number():
     line = json.loads(encode_step(numbered_step(1, loss="f32:40c80000", grad_norm=None, skipped=True), HEADER))
     assert list(line) == ["step", "samples", "tokens", "loss", "grad_norm", "learning_rate", "skipped"]
@@ -227,17 +221,6 @@ def test_append_refuses_a_step_out_of_order(tmp_path, step):
     assert len(read(tmp_path).steps) == 3
 
 
-def test_every_line_is_in_the_file_at_once(tmp_path):
-    """Nothing is buffered: a process that is killed has written what it appended."""
-    if (child := os.fork()) == 0:
-        writer = LedgerWriter(tmp_path).create(HEADER)
-        writer.append(numbered_step(1))
-        writer.append(numbered_step(2))
-        os._exit(9)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert len(read(tmp_path).steps) == 2
-
-
 def _deleted(file: Path) -> None:
     file.unlink()
 
@@ -317,11 +300,6 @@ def test_a_run_that_goes_on_drops_what_followed_its_training(tmp_path):
         writer.append(numbered_step(3))
     assert [step.evaluations for step in read(tmp_path).steps] == [{}, DURING, {}]
     assert read(tmp_path / "ledger.replaced-1.jsonl").steps[1].evaluations == DURING | AFTER
-
-
-def test_a_missing_directory_is_a_run_error(tmp_path):
-    with pytest.raises(RunError, match=r"none/ledger\.jsonl"):
-        LedgerWriter(tmp_path / "none" / "ledger.jsonl").create(HEADER)
 
 
 @pytest.mark.parametrize("tail", (b"", b'{"step": 6', b'{"step": 6\n'), ids=("whole", "torn", "torn-newline"))

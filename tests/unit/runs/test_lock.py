@@ -117,12 +117,6 @@ def test_a_lock_that_was_released_leaves_no_trace_but_an_empty_file(locked_run):
     assert choose(str(locked_run.path), "qwen3_toy") == locked_run  # still as good as empty
 
 
-def test_an_error_in_the_block_releases_it_too(locked_run):
-    with pytest.raises(KeyboardInterrupt), locked(locked_run):
-        raise KeyboardInterrupt
-    assert locked_run.lock.read_bytes() == b""
-
-
 def test_the_lock_of_a_killed_process_is_taken_over_with_a_remark(locked_run, other):
     _kill(other)
     with locked(locked_run) as held:
@@ -152,18 +146,6 @@ def test_a_rank_that_outlives_its_launcher_keeps_the_lock(locked_run, method):
     _kill(rank)
     with locked(locked_run) as held:
         assert held.remark
-
-
-def test_a_process_that_inherited_nothing_does_not(locked_run):
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    with locked(locked_run):
-        rank = context.Process(target=_linger, args=(ready, None))
-        rank.start()
-        assert ready.wait(20)
-    with locked(locked_run):
-        pass
-    _kill(rank)
 
 
 def test_a_lock_that_names_nobody_yet_is_waited_for(locked_run, monkeypatch):

@@ -210,31 +210,6 @@ def test_what_the_job_or_its_step_says_itself_is_no_option(key, what, names):
         assert problem == f"{key}: {name}=1: the {what} says {name} itself; {instead}"
 
 
-def test_everything_is_reported_at_once():
-    problems = job_problems(
-        3,
-        5,
-        cluster__ranks_per_node=9,
-        slurm__time=None,
-        slurm__account="a b",
-        slurm__options=["-x", "--time=3"],
-        cluster__container="/usr/no.sqsh",
-        cluster__forward=["A", "B"],
-    )
-    assert [problem.split()[0].split("=")[0] for problem in problems] == [
-        "cluster.ranks_per_node",
-        "tp",
-        "slurm.time",
-        "slurm.account",
-        "slurm.options:",
-        "slurm.options:",
-        "cluster.container",
-        "cluster.container",
-        "cluster.forward:",
-        "cluster.forward:",
-    ]
-
-
 @pytest.mark.parametrize(
     "text",
     (

@@ -122,16 +122,6 @@ def test_a_variable_without_a_name_for_its_default_is_not_set_and_must_not_be(de
         assert row.accepted == (() if default is None else (default,))
 
 
-def test_what_numerics_depend_on_is_recorded_whatever_its_prefix():
-    values = {v.name: v.value or "set" for v in VARIABLES}
-    assert recorded(values | {"HOME": "/root"}) == dict(sorted(values.items()))
-
-
-def test_a_variable_of_the_other_device_stays_unchanged():
-    assert "OMP_NUM_THREADS" not in settings("gpu", {"OMP_NUM_THREADS": "64"})
-    assert "NVIDIA_TF32_OVERRIDE" not in settings("cpu", {"NVIDIA_TF32_OVERRIDE": "1"})
-
-
 def test_recorded_are_the_table_and_what_libraries_read_in_order():
     kept = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "TORCH_LOGS": "", "PYTORCH_ALLOC_CONF": "x"}
     everything = settings("gpu", {}) | settings("cpu", {}) | kept

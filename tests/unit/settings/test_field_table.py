@@ -10,7 +10,6 @@ from typing import Any, Literal
 import pytest
 
 from tests.unit.check.refusals import problems_of
-from tp_invariant_recipes.config import compose as composing
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import conf_files, field_table, schema
 
@@ -100,23 +99,6 @@ TYPOS = (
 def test_a_typo_needs_no_bridge(override, says):
     (problem,) = problems_of(override)
     assert problem.startswith(says)
-
-
-def test_values_get_their_types_without_bridge():
-    tree = composing.compose(
-        "qwen3_toy", ['model.num_layers="4"', "optimizer.clip_grad=2"], device="cpu"
-    ).config.sections
-    assert (tree["model"]["num_layers"], repr(tree["optimizer"]["clip_grad"])) == (4, "2.0")
-
-
-def test_a_users_file_is_checked_too(tmp_path):
-    (tmp_path / "config" / "tpi" / "model").mkdir(parents=True)
-    text = "# @package _global_\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layer: 3\n  num_layers: two\n"
-    (tmp_path / "config" / "tpi" / "model" / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError) as refused:
-        composing.compose("mine", (), device="cpu")
-    problems = list(refused.value.problems)
-    assert [problem.partition(":")[0] for problem in problems] == ["model.num_layers=two", "model.num_layer"]
 
 
 @pytest.mark.parametrize("override", ("model.num_layer=3", "model.activation_func=nope", "model._target_=other.Model"))

@@ -182,20 +182,6 @@ def test_a_process_whose_starter_is_dead_ends_at_once(function):
     _assert_closed(actual)
 
 
-def test_the_writer_of_checkpoints_asks_for_that_first(monkeypatch):
-    from tp_invariant_recipes.training import async_writer
-
-    class AskedError(Exception):
-        pass
-
-    def ask():
-        raise AskedError
-
-    monkeypatch.setattr(forking, "serve_starter", ask)
-    with pytest.raises(AskedError):
-        async_writer.loop(0)
-
-
 def test_a_process_that_serves_ignores_what_is_for_its_starter():
     context = multiprocessing.get_context("fork")
     actual, expected = context.Pipe()

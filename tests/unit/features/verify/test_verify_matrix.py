@@ -123,14 +123,6 @@ def test_a_value_that_fits_no_combination_is_a_mistake(cli):
         assert "sp=true needs tp > 1" in refused.err
 
 
-def test_one_cell_against_a_ledger_is_named_by_its_degree(here):
-    identity = planned_matrix("tp=1,2", "iters=3").plans["tp1"].identity
-    write_ledger(here / "ledger.jsonl", Header(identity=identity), 3)
-    result = planned_matrix("tp=2", "iters=3", against=Path("ledger.jsonl"))
-    assert [(cell.name, cell.label) for cell in result.matrix.cells] == [("tp2", "tp=2")]
-    assert result.matrix.against == str(here / "ledger.jsonl")
-
-
 def test_a_ledger_of_another_seed_or_without_steps_is_refused_before_anything_starts(cli, here):
     identity = planned_matrix("tp=1,2", "iters=3").plans["tp1"].identity
     write_ledger(here / "seed.jsonl", Header(identity=identity | {"rng.seed": 7}), 3)
