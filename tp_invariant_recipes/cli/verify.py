@@ -110,7 +110,7 @@ def bench(
             model, overrides or [], named, rounds=rounds, warmup=warmup, steps=steps, directory=directory, how=how
         )
     with busy(console, "importing Megatron-Bridge and checking the configurations"):
-        for plan in planned.plans.values():
+        for plan in reversed(planned.plans.values()):
             check(plan)
     terminal.print_line(console, f"benchmark directory {planned.directory.path}")
     watch = progress.headed(console, lambda turn, _: Text(turn))
