@@ -7,7 +7,8 @@ import sys
 import pytest
 from rich.table import Table
 
-from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tests.ledgers import record, write
+from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.machine import terminal
 
 
@@ -15,10 +16,7 @@ from tp_invariant_recipes.machine import terminal
 def ledgers(tmp_path):
     """Runs a and same are equal, b differs."""
     for name, loss in (("a", "f32:40c80000"), ("same", "f32:40c80000"), ("b", "f32:40c80001")):
-        with LedgerWriter(tmp_path / name).create(Header(identity={"rng.seed": 1})) as ledger:
-            for step in range(1, 4):
-                values = dict(samples=step, tokens=step, grad_norm="f32:3fa00000", learning_rate="f64:3f33a92a30553261")
-                ledger.append(StepRecord(step=step, loss=loss, **values))
+        write(tmp_path / name, Header(identity={"rng.seed": 1}), [record(step, loss=loss) for step in range(1, 4)])
     return tmp_path
 
 

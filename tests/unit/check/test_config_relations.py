@@ -22,15 +22,6 @@ def test_dropout_is_fused_by_default_but_for_biases_of_experts(model, fused):
     assert compose(model, [], device="gpu").config.model["bias_dropout_fusion"] is fused
 
 
-def test_a_number_of_a_file_is_refused_beside_one_that_is_typed(tmp_path):
-    (tmp_path / "config" / "tpi" / "model").mkdir(parents=True)
-    text = "# @package _global_\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 0\n"
-    (tmp_path / "config" / "tpi" / "model" / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError) as refused:
-        compose("mine", ["lr=nan"], device="cpu")
-    assert list(refused.value.problems) == ["lr=nan: must be a finite number", "model.num_layers=0: must be at least 1"]
-
-
 # --- folders and runs ---------------------------------------------------------------------------------------
 
 
@@ -62,13 +53,6 @@ def test_weights_to_begin_with_must_be_there(folders_here, path, why):
         asked.plan(asked.composed("cpu"))
     assert str(refused.value).startswith(f"checkpoint.pretrained_checkpoint={path}: {why}")
     assert not (folders_here / "runs").exists()
-
-
-def test_weights_in_the_home_folder_are_located(folders_here, monkeypatch):
-    monkeypatch.setenv("HOME", str(folders_here))
-    asked = RunRequest("qwen3_toy", tuple(parse_all(["checkpoint.pretrained_checkpoint=~/some"])))
-    planned = asked.plan(asked.composed("cpu"))
-    assert planned.config.section("checkpoint")["pretrained_checkpoint"] == str(folders_here / "some")
 
 
 @pytest.mark.parametrize("where, refused", (("other", True), ("./a/../run", False), ("run", False), ("null", True)))

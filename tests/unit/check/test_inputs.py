@@ -59,15 +59,6 @@ def test_a_run_that_goes_on_needs_no_weights(here):
     assert request.composed("cpu").config.weights.folder == "none"
 
 
-def test_files_of_a_job_are_listed_with_its_settings(cli, here, no_gpus):
-    arguments = ("qwen3_toy", "cluster=h200", "data=text", "data.path=none", "data.tokenizer=byte", "tp=3")
-    ended = cli("submit", *arguments)
-    assert ended.status == 2
-    assert "tp=3 does not divide" in ended.err
-    assert "data.path=none: no file or folder of text" in ended.err
-    assert "data.path" not in cli("submit", *arguments, "--dry-run").err
-
-
 NAMED = {
     "one document of two parts": ({"blend": [["one"], None]}, "99,1,0", "without a document: one has 1 in all"),
     "in a blend": ({"blend": [["nine", "one"], [0.5, 0.5]]}, "90,10", "without a document: one has 1 in all"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
+from tests import ledgers
 from tp_invariant_recipes.cli.ledgers import compare as compare_command
 from tp_invariant_recipes.ledger.digests import Parameter, Traced, tensor_digest
 from tp_invariant_recipes.ledger.reader import Ledger
@@ -63,13 +64,13 @@ def trace(step: int) -> tuple[Traced, ...]:
 
 
 def record(step: int, digested: bool = True, traced: bool = False, **changes) -> StepRecord:
-    values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f32:3fa00000")
+    values = {}
     if digested:
         values["gradients"] = {name: value(step, "gradient", name) for name in NAMES}
         values["weights"] = {name: value(step, "weight", name) for name in NAMES}
     if traced:
         values["trace"] = trace(step)
-    return StepRecord(**{"step": step, "learning_rate": "f64:3f33a92a30553261", **values, **changes})
+    return ledgers.record(step, **{**values, **changes})
 
 
 def ledger(name="b", header=HEADER, steps=STEPS, digested=lambda step: True, traced=(), at=3, **changes) -> Ledger:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.ledgers import record
 from tests.unit.comparison.ledgers import tpi_compare
 from tp_invariant_recipes.comparison.compare import Verdict, compare
 from tp_invariant_recipes.comparison.text import verdict_line
@@ -22,8 +23,7 @@ FLOATS = {"loss": "loss", "grad_norm": "gradient norm (norm)", "learning_rate": 
 
 def wide_step(step: int, **changes) -> StepRecord:
     """A plausible step, with a width of each kind among its floats."""
-    values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f64:3ff4000000000000")
-    return StepRecord(**{"step": step, "learning_rate": "f64:3f33a92a30553261", **values, **changes})
+    return record(step, **{"grad_norm": "f64:3ff4000000000000", **changes})
 
 
 def plain_ledger(steps: int = 5, name: str = "a", header: Header = HEADER, torn: bool = False, **changes) -> Ledger:

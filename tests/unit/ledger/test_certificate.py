@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.ledgers import record
 from tp_invariant_recipes.comparison.compare import Verdict, compare
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import certificate
@@ -33,9 +34,7 @@ HEADER = Header(
 
 def digested_step(step: int, **changes) -> StepRecord:
     digests = {PARAMETERS[0].name: f"{step:032x}"}
-    values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f32:3fa00000", gradients=digests)
-    values |= dict(weights=digests, learning_rate="f64:3f33a92a30553261")
-    return StepRecord(**{"step": step, **values, **changes})
+    return record(step, **{"gradients": digests, "weights": digests, **changes})
 
 
 def run_directory(folder: Path, steps: int = 3, planned: int = 3, header: Header = HEADER) -> Path:

@@ -570,16 +570,15 @@ def test_what_would_take_much_memory_is_refused_before_it_is_parsed(tmp_path, mo
 
 
 def test_a_line_of_a_ledger_has_a_longest_length(tmp_path, monkeypatch):
-    file = tmp_path / "ledger.jsonl"
+    file, longest = tmp_path / "ledger.jsonl", max(len(HEAD), len(STEP))
     file.write_bytes(HEAD + STEP)
-    monkeypatch.setattr(stream, "LONGEST_LINE", max(len(HEAD), len(STEP)))
-    monkeypatch.setattr(stream, "LONGEST_LINE", len(STEP))
+    monkeypatch.setattr(stream, "LONGEST_LINE", longest)
     assert len(streamed(file).steps) == stream.last_step(file).step == 1  # the control
-    monkeypatch.setattr(stream, "LONGEST_LINE", len(STEP) - 1)
-    monkeypatch.setattr(stream, "LONGEST_LINE", 10)
+    monkeypatch.setattr(stream, "LONGEST_LINE", longest - 1)
     number = 1 if len(HEAD) >= len(STEP) else 2
-    with pytest.raises(LedgerError, match=rf"ledger\.jsonl line {number}: more than {len(STEP) - 1} bytes"):
+    with pytest.raises(LedgerError, match=rf"ledger\.jsonl line {number}: more than {longest - 1} bytes"):
         streamed(file)
+    monkeypatch.setattr(stream, "LONGEST_LINE", 10)
     monkeypatch.setattr(stream, "_BLOCK", 4)
     with pytest.raises(ValueError, match="a line of more than 10 bytes"):
         stream.last_step(file)

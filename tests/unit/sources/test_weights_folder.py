@@ -12,7 +12,6 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
-from tp_invariant_recipes.recipes import recipe
 from tp_invariant_recipes.sources import hf_models, weights
 
 TOY = hf_folders.model_section("qwen3_toy")
@@ -266,11 +265,6 @@ def test_what_contradicts_weights_is_refused(overrides):
     with pytest.raises(ConfigError) as caught:
         compose("qwen3_toy", ["weights=a", *overrides.split()], device="cpu")
     assert CONTRADICTIONS[overrides] in str(caught.value)
-
-
-def test_a_recipe_function_imports_no_weights():
-    with pytest.raises(ConfigError, match="weights=a: `tpi train` imports them, and a ConfigContainer does not"):
-        recipe("qwen3_toy", "weights=a")
 
 
 def test_the_tokenizer_is_that_of_the_folder():

@@ -106,16 +106,3 @@ def test_a_process_that_writes_sends_the_hashes_behind_its_results(tmp_path, mon
         assert written_hashes.finalized() == folder
         assert written_hashes.of_all_ranks(folder) == described(folder)
         assert written_hashes.of_all_ranks(folder) == {}
-
-
-def test_no_hash_is_sent_of_a_file_that_is_not_only_appended_to(tmp_path):
-    def write(rank: int, buckets, results) -> None:
-        item = _hashing_writes(lambda stream, place, data: (stream.seek(place), stream.write(data)))
-        for path, *places in buckets:
-            with Path(path).open("wb") as stream:
-                for place in places:
-                    item(stream, place, b"data")
-
-    results, paths = Queue(), [str(tmp_path / name) for name in ("appended", "overwritten")]
-    written_hashes._tell(write, 0, [(paths[0], 0, 4), (paths[1], 0, 1)], results)
-    assert results.get_nowait().keys() == {paths[0]}

@@ -1,12 +1,9 @@
 """Of two traced runs that part: which module and operation it is said to be, and what is written out of it."""
 
-import json
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +20,6 @@ from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import Parameter, Traced
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.runs.run_dir import RunDir
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 NORM = "decoder.layers.0.pre_mlp_layernorm"
@@ -136,34 +132,6 @@ def test_a_run_repeats_itself_also_where_its_replicas_disagree(recorded, repeate
     assert (
         compare(traced_ledger(**recorded), traced_ledger(**repeated)).verdict is Verdict.DIFFERENT
     )  # as between two runs
-
-
-@pytest.mark.parametrize("repeats", (True, False))
-def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypatch, repeats):
-    """Of the recorded runs one has replicas that disagree; it is trained again with the same result, or another."""
-    unlike = ("weights", f"{FC1}.weight", ((0, 2), (1,)))
-    recorded = [
-        replace(traced_ledger(trace=None), path=tmp_path / "a" / "ledger.jsonl"),
-        traced_ledger(trace=None, diverged=(unlike,)),
-    ]
-    traced = [traced_ledger(), traced_ledger(diverged=(unlike if repeats else UPDATED,))]
-    first = compare(*recorded)
-    actual = bisect.Bisection(first, RunDir(tmp_path / "bisect"), first.first.step, ())
-    planned = [
-        SimpleNamespace(environment={}, plan=SimpleNamespace(start=0, run_dir=RunDir(tmp_path / side)), ledger=item)
-        for side, item in zip("ab", traced, strict=True)
-    ]
-    monkeypatch.setattr(bisect, "plans", lambda *_: planned)
-    monkeypatch.setattr(bisect.train, "check", lambda _: None)
-    monkeypatch.setattr(bisect, "_train", lambda repeated, *_: repeated.ledger)
-    actual.directory.path.mkdir()
-    result = bisect.execute(actual, lambda *_: nullcontext())
-    assert (result.step, result.repeats) == (2, (True, repeats))
-    assert ("does not repeat itself here" in result.words) is not repeats
-    assert f"ranks disagree on weights {FC1}.weight: ranks 0" in result.words
-    written = json.loads((actual.directory.path / "bisect.json").read_text())
-    assert (written["text"], written["placed"]["verdict"]) == (result.words, "different")
-    assert (result.module, result.operation) == (FC1, "the update of the optimizer")
 
 
 def test_bisect_trains_nothing_for_evaluations(monkeypatch):
