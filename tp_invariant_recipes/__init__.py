@@ -12,20 +12,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.api.commands import Run, audit, bisect, certify, compare, score, train, verify
-    from tp_invariant_recipes.api.ledger import Ledger
+    from tp_invariant_recipes.api.commands import audit, bisect, certify, compare, score, train, verify
     from tp_invariant_recipes.api.megatron import pretrain, recipe
     from tp_invariant_recipes.errors import TpiError
     from tp_invariant_recipes.features.rollouts.engine import Engine
     from tp_invariant_recipes.features.rollouts.requests import Completion, Request, Sampling
+    from tp_invariant_recipes.features.train.result import Run
+    from tp_invariant_recipes.ledger.view import Ledger
     from tp_invariant_recipes.observe.ledger_callback import LedgerCallback
     from tp_invariant_recipes.patch_mode import invariant
 
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(("Run", "audit", "bisect", "certify", "compare", "score", "train", "verify"), "api.commands"),
-    "Ledger": "api.ledger",
+    **dict.fromkeys(("audit", "bisect", "certify", "compare", "score", "train", "verify"), "api.commands"),
+    "Ledger": "ledger.view",
+    "Run": "features.train.result",
     **dict.fromkeys(("pretrain", "recipe"), "api.megatron"),
     "TpiError": "errors",
     "Engine": "features.rollouts.engine",

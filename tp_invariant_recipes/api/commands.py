@@ -5,23 +5,19 @@ gives a key several values, as tp=1,2,4 does. Progress goes to standard error, a
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from tp_invariant_recipes.api.ledger import Ledger
 from tp_invariant_recipes.errors import ConfigError, LedgerError
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.machine.progress import busy
 from tp_invariant_recipes.result import Result
-from tp_invariant_recipes.runs import attempts
-from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.start import needed
 from tp_invariant_recipes.text import counted
 
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.features.audit.result import AuditResult
     from tp_invariant_recipes.features.bisect.result import BisectResult, NothingToTrain
     from tp_invariant_recipes.features.score.workflow import ScoreResult
-    from tp_invariant_recipes.features.train.result import TrainResult
+    from tp_invariant_recipes.features.train.result import Run
     from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
     from tp_invariant_recipes.features.verify.workflow import Verification
     from tp_invariant_recipes.launch.plan import Plan
@@ -40,63 +36,13 @@ type PathLike = str | os.PathLike[str]
 type Overrides = str | Mapping[str, object]
 
 
-class Run(Result):
-    """A run directory. It reads what is there, and trains nothing. It stands wherever a path of a run does.
-
-    Attributes:
-        path: The run directory.
-    """
-
-    def __init__(self, path: PathLike) -> None:
-        """Open a run directory.
-
-        Args:
-            path: The run directory.
-
-        Raises:
-            TpiError: There is no run.
-        """
-        self.path = Path(path).expanduser()
-        self._interrupted = False
-        RunDir(self.path).read_run()
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
-
-    def _read(self) -> "TrainResult":
-        from tp_invariant_recipes.features.train.result import TrainResult
-
-        return TrainResult.of_run(RunDir(self.path), interrupted=self._interrupted)
-
-    @property
-    def ledger(self) -> Ledger:
-        """The run's ledger. Raises TpiError: there is none yet."""
-        return Ledger.open(self.path)
-
-    @property
-    def exit_status(self) -> int:
-        """0: completed, or stopped to be continued. 2: it failed, or has not ended. 130: Ctrl-C stopped it."""
-        return self._read().exit_status
-
-    def lines(self) -> Iterable[str | Text | Table]:
-        """Return what `tpi train` prints at its end."""
-        return self._read().lines()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the object that `tpi train --json` prints."""
-        return self._read().as_json()
-
-
 def train(
     model: str | None = None,
     *overrides: Overrides,
     resume: PathLike | None = None,
     continues: bool = False,
     **keys: object,
-) -> Run:
+) -> "Run":
     """Train a model on this machine, and record the exact bits of every step. The same as `tpi train`.
 
     Args:
@@ -123,14 +69,13 @@ def train(
             f"launcher={request.launcher}: Python trains on this machine; tpi train and tpi submit do that"
         )
     request.check_new_dir()
-    with attempts.commanded("train", *request.words()):
-        return train_here(request, terminal.console_of_its_own())
+    return train_here(request, terminal.console_of_its_own())
 
 
-def train_here(request: "RunRequest", console: Console) -> Run:
+def train_here(request: "RunRequest", console: Console) -> "Run":
     """Plan, check and train a run on this machine. Raises a TpiError."""
     from tp_invariant_recipes.features.train import workflow
-    from tp_invariant_recipes.features.train.result import start_lines
+    from tp_invariant_recipes.features.train.result import Run, start_lines
     from tp_invariant_recipes.launch import ranks
     from tp_invariant_recipes.launch.progress import preparing, watcher
 
@@ -146,9 +91,7 @@ def train_here(request: "RunRequest", console: Console) -> Run:
             with ranks.stopping() as stop, watcher(planned, console) as watch:
                 workflow.execute(planned, watch, stop)
             interrupted = stop.interrupted
-    run = Run(planned.run_dir.path)
-    run._interrupted = interrupted
-    return run
+    return Run(planned.run_dir.path, interrupted=interrupted)
 
 
 def validate(planned: "Plan", console: Console) -> None:
@@ -228,7 +171,7 @@ def verify(
     Raises:
         TpiError: A mistake, with all `problems`, before anything is trained.
     """
-    from tp_invariant_recipes.config.overrides import requested, texts
+    from tp_invariant_recipes.config.overrides import requested
 
     words = requested(overrides, keys)
     reference = None if against is None else Path(against)
@@ -243,8 +186,7 @@ def verify(
         from tp_invariant_recipes.runs.matrix_dir import latest
 
         rerun = partial(workflow.plan_rerun, where or latest(Path("runs")), against=reference)
-        with attempts.commanded("verify", "--last-failed"):
-            return _verified(rerun, exitfirst=exitfirst)
+        return _verified(rerun, exitfirst=exitfirst)
     if recheck is not None:
         if model is not None or words or directory is not None or exitfirst:
             raise ConfigError(
@@ -260,9 +202,8 @@ def verify(
     needed.check("tpi verify", needed.TRAINING)
     from tp_invariant_recipes.features.verify import workflow
 
-    with attempts.commanded("verify", model, *texts(words)):
-        plan = partial(workflow.new, model, words, against=reference, directory=where)
-        return _verified(plan, exitfirst=exitfirst)
+    plan = partial(workflow.new, model, words, against=reference, directory=where)
+    return _verified(plan, exitfirst=exitfirst)
 
 
 def _verified(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst: bool) -> "MatrixVerdict":
@@ -328,8 +269,7 @@ def bisect(
     console = terminal.console_of_its_own()
     terminal.print_line(console, f"recorded: {verdict_line(planned.first)}")
     terminal.print_line(console, f"training step {planned.step} again in {planned.directory.path}")
-    with attempts.commanded("bisect", str(a), str(b)):
-        return workflow.execute(planned, headed(console, lambda label, _: Text(label, style="bold")))
+    return workflow.execute(planned, headed(console, lambda label, _: Text(label, style="bold")))
 
 
 def certify(
@@ -446,7 +386,7 @@ def audit(
     Raises:
         TpiError: A mistake, with all `problems`; or a training failed.
     """
-    from tp_invariant_recipes.config.overrides import requested, texts
+    from tp_invariant_recipes.config.overrides import requested
     from tp_invariant_recipes.features.audit import workflow
     from tp_invariant_recipes.launch.progress import headed, preparing
 
@@ -464,5 +404,4 @@ def audit(
         f"audit directory {planned.directory.path}: about {disk} of recordings; they take {host} of host memory",
     )
     watch = headed(console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}"))
-    with attempts.commanded("audit", model, *texts(words)):
-        return workflow.execute(planned, watch, keep=keep)
+    return workflow.execute(planned, watch, keep=keep)

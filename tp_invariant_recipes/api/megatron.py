@@ -47,18 +47,13 @@ def recipe(model: str, *overrides: "Overrides", **keys: object) -> "ConfigContai
 
     Returns:
         A ConfigContainer, whose fields you may set before you train. Bridge's own `pretrain()` trains it only with
-        numerics="stock", also within `tpi.invariant()`; else the model refuses to be built.
+        Megatron's numerics, "stock" or "deterministic"; else the model refuses to be built.
 
     Raises:
         TpiError: The configuration is wrong; `problems` lists all that is.
     """
-    composed = compose(model, requested(overrides, keys), device=plan.detect_device(), also=input_problems)
-    return container_of(composed)
-
-
-def container_of(composed: Composed) -> "ConfigContainer":
-    """Return the container of a composed run, which notes what it is made of."""
     bridge.load()
+    composed = compose(model, requested(overrides, keys), device=plan.detect_device(), also=input_problems)
     config, *_ = plan.with_data(composed.config)
     made = containers.build(config)
     if config.numerics.invariant or config.weights.folder is not None:
@@ -71,7 +66,7 @@ def _only_here(model: Any) -> Any:
     """Raise ConfigError: Bridge's own pretrain() has built a model whose numerics or weights need more than it."""
     raise ConfigError(
         "a ConfigContainer holds the invariant layers, and not the rest (gradient norm, cross entropy, imported "
-        "weights): train it by tpi.pretrain(config, forward_step), or take numerics=stock, within tpi.invariant()"
+        "weights): train it by tpi.pretrain(config, forward_step)"
     )
 
 

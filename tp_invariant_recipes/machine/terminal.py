@@ -47,15 +47,11 @@ class _Surviving(io.FileIO):
         return isinstance(error, ConnectionError) or hung_up
 
 
-typed: list[str] = []  # what follows `tpi` on the command line; empty: another program calls
-
-
 def install() -> None:
-    """Note the command line, and make standard output and error survive their readers. A test's own stream stays.
+    """Make standard output and error survive their readers. A test's own stream stays.
 
     A closed standard descriptor becomes /dev/null: the next file that is opened would take its number and get output.
     """
-    typed[:] = sys.argv[1:]
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

@@ -102,8 +102,9 @@ def _described(container: "ConfigContainer") -> tuple[RunConfig, dict[str, Any],
     ranks = dist.get_world_size()
     for degree in degrees:
         ranks //= degree
-    numerics = {"mode": getattr(model, "invariant_mode", mode.STOCK)}
-    if numerics["mode"] != mode.STOCK:
+    megatrons = mode.DETERMINISTIC if model.deterministic_mode else mode.STOCK
+    numerics = {"mode": getattr(model, "invariant_mode", megatrons)}
+    if numerics["mode"] not in mode.MEGATRONS:
         numerics["virtual_shards"] = model.virtual_shards
     run = RunConfig({**sections, "numerics": numerics, "parallel": {"data_parallel_size": ranks}})
     return run, identity.of_sections(sections), {}

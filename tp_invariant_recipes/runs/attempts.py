@@ -4,16 +4,15 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import DISK_FULL
 from tp_invariant_recipes.ledger.run_files import Attempt, Attempted, AttemptJob, Config
-from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
@@ -22,23 +21,11 @@ def read_attempts(run_dir: RunDir) -> tuple[Attempt, ...]:
     return run_dir.read_run(Attempted).attempts if run_dir.run.exists() else ()
 
 
-_words: ContextVar[Sequence[str]] = ContextVar("words", default=())
-
-
-@contextmanager
-def commanded(*words: str) -> Iterator[None]:
-    """In the block attempts are recorded as those of `tpi WORDS`, unless that has been typed."""
-    token = _words.set(terminal.typed or words)
-    try:
-        yield
-    finally:
-        _words.reset(token)
-
-
 def started(start: int, last: int, job: AttemptJob | None, layout: dict[str, Any]) -> Attempt:
     """Return a new attempt, of this command, on this host. The arguments are as `Attempt` has them."""
+    program = Path(sys.argv[0]).name
     return Attempt(
-        command=shlex.join(["tpi", *(_words.get() or sys.argv[1:])]),
+        command=shlex.join(["tpi" if program == "__main__.py" else program, *sys.argv[1:]]),
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         host=os.uname().nodename,
         from_step=start,

@@ -13,7 +13,6 @@ from tp_invariant_recipes.config.overrides import requested, texts
 from tp_invariant_recipes.errors import ConfigError, LedgerError
 from tp_invariant_recipes.features.verify import workflow as verification
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.runs import attempts
 
 DIGEST = "0123456789abcdef" * 2
@@ -125,14 +124,11 @@ def test_verify_asks_for_what_the_command_asks_for(monkeypatch, tmp_path):
             tpi.verify("qwen3_toy", **wrong)
 
 
-def test_an_attempt_names_the_command_that_would_do_the_same(monkeypatch):
-    """`tpi runs` and `--resume last` read it. What has been typed counts."""
-    monkeypatch.setattr(terminal, "typed", [])
-    with attempts.commanded("train", "qwen3_toy", "run.dir=a b"):
-        assert attempts.started(0, 1, None, {}).command == "tpi train qwen3_toy 'run.dir=a b'"
-    monkeypatch.setattr(terminal, "typed", ["verify", "qwen3_toy", "--dir", "x"])
-    with attempts.commanded("verify", "qwen3_toy"):
-        assert attempts.started(0, 1, None, {}).command == "tpi verify qwen3_toy --dir x"
+@pytest.mark.parametrize("program", ("tpi", "__main__.py", "my script.py"))
+def test_an_attempt_names_the_program(monkeypatch, program):
+    monkeypatch.setattr("sys.argv", [f"/usr/bin/{program}", "train"])
+    named = {"my script.py": "'my script.py'"}.get(program, "tpi")
+    assert attempts.started(0, 1, None, {}).command == f"{named} train"
 
 
 def test_certificates_are_made_or_checked():

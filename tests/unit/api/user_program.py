@@ -22,7 +22,7 @@ class Sampler:
 
 def main(folder: Path) -> None:
     one: tpi.Run = tpi.train("qwen3_toy", TOY, {"run.dir": folder / "one"}, "device=cpu", "save=2", tp=1)
-    other = tpi.train("qwen3_toy", TOY, {"run.dir": folder / "other"}, device="cpu", tp=2, numerics="stock")
+    other = tpi.train("qwen3_toy", TOY, {"run.dir": folder / "other"}, device="cpu", tp=2, numerics="deterministic")
     verdict = tpi.verify("qwen3_toy", TOY, tp=(1, 2), device="cpu", directory=folder / "verify")
     print(verdict, one.exit_status, [cell.state for cell in verdict.cells])
     same, different = tpi.compare(one, verdict.cells[1].run), tpi.compare(one, other)

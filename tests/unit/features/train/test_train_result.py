@@ -3,9 +3,9 @@
 import pytest
 
 from tests.ledgers import record, write
-from tp_invariant_recipes.features.train.result import TrainResult
+from tp_invariant_recipes.features.train.result import Run
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs import overview
 
 NAN, INFINITE = "f32:7fc00000", "f32:7f800000"
 
@@ -19,9 +19,10 @@ NAN, INFINITE = "f32:7fc00000", "f32:7f800000"
         ({1: {"grad_norm": NAN}}, (1,), "1 step"),
     ),
 )
-def test_losses_that_are_no_numbers_are_a_warning(tmp_path, changes, steps, said):
+def test_losses_that_are_no_numbers_are_a_warning(tmp_path, monkeypatch, changes, steps, said):
     write(tmp_path, Header(identity={"model": "toy"}), [record(step, **changes.get(step, {})) for step in (1, 2, 3)])
-    ended = TrainResult.of_run(RunDir(tmp_path))
+    monkeypatch.setattr(overview, "row", lambda path: overview.RunRow(path, overview.COMPLETED))
+    ended = Run(tmp_path)
     assert ended.not_finite == steps
     warnings = [line for line in ended.lines() if "is NaN or infinite" in line]
     assert len(warnings) == bool(said)
