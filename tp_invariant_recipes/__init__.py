@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.errors import TpiError
     from tp_invariant_recipes.features.rollouts.engine import Engine
     from tp_invariant_recipes.features.rollouts.requests import Completion, Request, Sampling
-    from tp_invariant_recipes.features.train.result import Run
     from tp_invariant_recipes.ledger.view import Ledger
     from tp_invariant_recipes.observe.ledger_callback import LedgerCallback
     from tp_invariant_recipes.patch_mode import invariant
+    from tp_invariant_recipes.runs.run import Run
 
 __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(("audit", "bisect", "certify", "compare", "score", "train", "verify"), "api.commands"),
     "Ledger": "ledger.view",
-    "Run": "features.train.result",
+    "Run": "runs.run",
     **dict.fromkeys(("pretrain", "recipe"), "api.megatron"),
     "TpiError": "errors",
     "Engine": "features.rollouts.engine",

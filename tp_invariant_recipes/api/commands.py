@@ -18,6 +18,7 @@ from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.machine.progress import busy
 from tp_invariant_recipes.result import Result
+from tp_invariant_recipes.runs.run import Run
 from tp_invariant_recipes.start import needed
 from tp_invariant_recipes.text import counted
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.features.audit.result import AuditResult
     from tp_invariant_recipes.features.bisect.result import BisectResult, NothingToTrain
     from tp_invariant_recipes.features.score.workflow import ScoreResult
-    from tp_invariant_recipes.features.train.result import Run
     from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
     from tp_invariant_recipes.features.verify.workflow import Verification
     from tp_invariant_recipes.launch.plan import Plan
@@ -42,7 +42,7 @@ def train(
     resume: PathLike | None = None,
     continues: bool = False,
     **keys: object,
-) -> "Run":
+) -> Run:
     """Train a model on this machine, and record the exact bits of every step. The same as `tpi train`.
 
     Args:
@@ -72,10 +72,10 @@ def train(
     return train_here(request, terminal.console_of_its_own())
 
 
-def train_here(request: "RunRequest", console: Console) -> "Run":
+def train_here(request: "RunRequest", console: Console) -> Run:
     """Plan, check and train a run on this machine. Raises a TpiError."""
     from tp_invariant_recipes.features.train import workflow
-    from tp_invariant_recipes.features.train.result import Run, start_lines
+    from tp_invariant_recipes.features.train.result import start_lines
     from tp_invariant_recipes.launch import ranks
     from tp_invariant_recipes.launch.progress import preparing, watcher
 

@@ -102,7 +102,7 @@ def pretrain(
     run, identity, _ = plan.with_data(run, imported=imported)
     for callback in callbacks:
         if isinstance(callback, LedgerCallback):
-            callback.describe(run, identity, record.notes(run))
+            callback._known = run, identity, record.notes(run)
     with _rank(run), rank.closing([*callbacks]):
         rank.pretrain(run, [*callbacks], forward_step)
 

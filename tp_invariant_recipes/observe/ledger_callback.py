@@ -58,18 +58,19 @@ class LedgerCallback(Callback):
         self.path = Path(path).expanduser()
         self._digests = Digests(digests, state_digests) if digests else None
         self._parts: list[Any] = []
-        self._described: tuple[RunConfig, dict[str, Any], dict[str, Any]] | None = None
-
-    def describe(self, run: RunConfig, fingerprint: dict[str, Any], notes: dict[str, Any]) -> None:
-        """Note what the run is, where `tpi.pretrain` knows; else its ConfigContainer says it."""
-        self._described = run, fingerprint, notes
+        # The run, its identity and its notes, where `tpi.pretrain` knows them; else its ConfigContainer says them.
+        self._known: tuple[RunConfig, dict[str, Any], dict[str, Any]] | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Open the ledger. Raises TpiError: it cannot be continued."""
+        """Open the ledger.
+
+        Raises:
+            TpiError: It cannot be continued.
+        """
         self._parts = [self._digests] if self._digests else []
         self._parts.append(OptimizerStep(self._parts))
         if dist.get_rank() == dist.get_world_size() - 1:
-            run, fingerprint, notes = self._described or _described(context.state.cfg)
+            run, fingerprint, notes = self._known or _described(context.state.cfg)
             parts = {"numerics": run.section("numerics"), "layout": run.layout.as_dict(), "notes": notes}
             self.path.mkdir(parents=True, exist_ok=True)
             self._parts.append(Recorder(RunDir(self.path), fingerprint, parts, self._digests, None))

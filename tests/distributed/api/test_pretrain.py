@@ -52,7 +52,7 @@ def test_text_is_prepared(tmp_path):
 
 
 def test_what_is_set_in_a_container_counts_like_an_override():
-    config = tpi.recipe("qwen3_toy", TOY, "save=null")
+    config = tpi.recipe("qwen3_toy", TOY)
     assert megatron._checked(config) is getattr(config, megatron.MADE).composed.config
     config.model.num_layers, config.optimizer.lr = 2, 1e-4
     config.mixed_precision = None

@@ -39,18 +39,22 @@ SHARE = 0.8  # of the free memory, for the cache at most
 
 
 class Engine:
-    """Generates completions; every rank of the model makes one and calls the same methods.
+    """Generates completions. Every rank of the model makes an engine and calls the same methods.
 
-    model:     Megatron's module, or a list of one, wrapped or not; its weights are read where they are. Between calls
-               it is as a training has it.
-    sequences: decoded side by side, at most. chunk: tokens of prompts in one pass, at most.
-    block:     tokens of a block of the cache, a power of two.
-    tokens:    of the cache, keys and values [layers, tokens, groups/t, d] bf16; None: what the requests need, at
-               most what fits into SHARE of the free memory.
-    graphs:    whether a GPU decodes in CUDA graphs; experts on several ranks never do.
-    digests:   whether completions have digests of the whole vocabulary.
-    decode:    token ids to text; None: there is no tokenizer.
-    raises ConfigError: what the model has that the engine does not cover, by name.
+    Args:
+        model: Megatron's module, or a list of one, wrapped or not. The engine reads its weights in place, and leaves
+            it as a training has it.
+        sequences: The most sequences that are decoded at once.
+        chunk: The most tokens of prompts in one pass.
+        block: The tokens of a block of the cache, a power of two.
+        tokens: The tokens of the cache, keys and values [layers, tokens, groups/t, d] bf16; None: what the requests
+            need, at most what fits into SHARE of the free memory.
+        graphs: Whether a GPU decodes in CUDA graphs; experts on several ranks never do.
+        digests: Whether completions have digests of the whole vocabulary.
+        decode: Token ids to text; None: there is no tokenizer.
+
+    Raises:
+        TpiError: The model has something that the engine does not cover.
     """
 
     def __init__(
@@ -84,10 +88,15 @@ class Engine:
     ) -> list[Completion]:
         """Sample all completions: for each request, `num_return_sequences` of up to `max_new_tokens` tokens.
 
-        requests: the same on every rank; a data-parallel rank computes a share.
-        returns:  on every rank all, in the order of requests and samples; tuples of a completion have its length.
-        finished: called with each completion when it ends, on tensor-parallel rank 0 of the ranks that computed it.
-        raises ConfigError: requests that cannot be completed, all listed; RunError: a log-probability is no number.
+        Args:
+            requests: The same on every rank; a data-parallel rank computes a share.
+            finished: Called with each completion when it ends, on tensor-parallel rank 0 of the ranks that computed it.
+
+        Returns:
+            All completions on every rank, in the order of requests and samples.
+
+        Raises:
+            TpiError: Requests cannot be completed, all listed; or a log-probability is no number.
         """
         from megatron.core import parallel_state as state
 

@@ -53,13 +53,21 @@ VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the completions of a request are sampled. ConfigError: a value has no meaning, or no effect.
+    """How the completions of a request are sampled. Names and defaults are those of transformers' `generate`.
 
-    max_new_tokens: tokens of a completion, at most. do_sample: False: the most probable token, the least id of equals.
-    temperature:    divides the log-probabilities of draws. Those that are returned are the model's.
-    top_k, top_p:   of draws: only the most probable tokens; 0 and 1.0: all of them.
-    num_return_sequences: completions of a request, numbered from 0. seed: of all draws of a request.
-    eos_token_id, stop_strings: end a completion, and are its last tokens.
+    Args:
+        max_new_tokens: The most tokens of a completion.
+        do_sample: Whether to draw; False: the most probable token, the least id of equals.
+        temperature: Divides the log-probabilities of draws. Those that are returned are the model's.
+        top_k: Draw from so many most probable tokens; 0: from all.
+        top_p: Draw from the most probable tokens that have this probability together; 1.0: from all.
+        num_return_sequences: Completions of a request, numbered from 0.
+        seed: The seed of all draws of a request.
+        eos_token_id: Token ids that end a completion, and are its last tokens.
+        stop_strings: Texts that end a completion.
+
+    Raises:
+        TpiError: A value has no meaning, or no effect.
     """
 
     max_new_tokens: int = 20
@@ -106,9 +114,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to complete. id: names its draws, and no other request's. tokens: at least one; of a list or tensor too.
+    """A prompt to complete.
 
-    Raises TypeError: a token is no whole number.
+    Args:
+        id: Names the request's draws, and no other request's.
+        tokens: At least one token id; a list or a tensor will do.
+        sampling: How the completions are sampled.
+
+    Raises:
+        TypeError: A token is no whole number.
     """
 
     id: str
@@ -122,11 +136,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """A sample of a request. request: its id. sample: from 0 on. tokens: the new ones, with what ended it.
+    """A sample of a request.
 
-    log_probabilities: fp32 numbers, of the model at temperature 1. ranks: each token's place among all by probability,
-    from 1 on. finish_reason: STOP or LENGTH.
-    digests: of all log-probabilities of the vocabulary, a number of 64 bits for each token; empty: not asked for.
+    Attributes:
+        request: The id of its request.
+        sample: Its number, from 0 on.
+        tokens: The new tokens, with what ended it. The tuples below have their length.
+        log_probabilities: fp32 numbers, of the model at temperature 1.
+        ranks: Each token's rank by probability, from 1 on.
+        finish_reason: "stop" or "length".
+        digests: Of all log-probabilities of the vocabulary, 64 bits a token; empty: not asked for.
     """
 
     request: str

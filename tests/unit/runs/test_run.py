@@ -3,9 +3,9 @@
 import pytest
 
 from tests.ledgers import record, write
-from tp_invariant_recipes.features.train.result import Run
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.runs import overview
+from tp_invariant_recipes.runs.run import Run
 
 NAN, INFINITE = "f32:7fc00000", "f32:7f800000"
 
