@@ -17,8 +17,8 @@ from tests.unit.cli.test_wrong_commands import CONTROL, MESSAGE
 from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.features.train import workflow as launch
 from tp_invariant_recipes.launch import plan, ranks, record
+from tp_invariant_recipes.launch import train as launch
 from tp_invariant_recipes.ledger.record import LedgerWriter
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.runs import checkpoints

@@ -74,9 +74,10 @@ def train(
 
 def train_here(request: "RunRequest", console: Console) -> Run:
     """Plan, check and train a run on this machine. Raises a TpiError."""
-    from tp_invariant_recipes.features.train import workflow
+    from tp_invariant_recipes.features.train import rank
     from tp_invariant_recipes.features.train.result import start_lines
     from tp_invariant_recipes.launch import ranks
+    from tp_invariant_recipes.launch import train as workflow
     from tp_invariant_recipes.launch.progress import preparing, watcher
 
     composed, interrupted = request.composed(), False
@@ -89,14 +90,14 @@ def train_here(request: "RunRequest", console: Console) -> Run:
         terminal.print_all(console, start_lines(planned))
         if not planned.completed:
             with ranks.stopping() as stop, watcher(planned, console) as watch:
-                workflow.execute(planned, watch, stop)
+                workflow.execute(planned, watch, stop, rank_fn=rank.train)
             interrupted = stop.interrupted
     return Run(planned.run_dir.path, interrupted=interrupted)
 
 
 def validate(planned: "Plan", console: Console) -> None:
     """Let Megatron-Bridge validate a run that is not completed. Raises ConfigError."""
-    from tp_invariant_recipes.features.train import workflow
+    from tp_invariant_recipes.launch import train as workflow
     from tp_invariant_recipes.sizing import room
 
     if planned.completed:

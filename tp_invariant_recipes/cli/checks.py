@@ -45,7 +45,7 @@ def check(
             f"{what} is a file, and a guard's evidence names the values to compute: leave out {options[0]}"
         )
     if what.is_file():
-        from tp_invariant_recipes.features import evidence
+        from tp_invariant_recipes.features.guard import evidence
 
         finish(evidence.judge(what), as_json=as_json)
     if not what.exists():
@@ -54,7 +54,7 @@ def check(
         raise ConfigError(
             f"{what}: which layer? --step N --module MODULE; without them tpi check takes a guard's evidence"
         )
-    from tp_invariant_recipes.features import check as recompute
+    from tp_invariant_recipes.features.bisect import recompute
 
     finish(recompute.check(what, step, module), as_json=as_json)
 

@@ -98,8 +98,8 @@ def bench(
     tpi bench qwen3_toy tp=2 seq=64 --rounds 3
     """
     from tp_invariant_recipes.features import bench as workflow
-    from tp_invariant_recipes.features.train.workflow import check
     from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.launch.train import check
     from tp_invariant_recipes.machine.progress import busy
 
     needed.check("tpi bench", needed.TRAINING)

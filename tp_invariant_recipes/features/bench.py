@@ -14,8 +14,7 @@ from rich.text import Text
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import RESERVED, Override, check_reserved, given, parse, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, refuse
-from tp_invariant_recipes.features.train import workflow as train
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch import plan, train
 from tp_invariant_recipes.launch.local import Outcome, Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
@@ -217,12 +216,14 @@ def _composed(
 
 def execute(bench: Bench, watch: Watch) -> BenchResult:
     """Train every turn, and write `bench.json`. watch: takes a turn's name. Raises RunError, Interrupted."""
+    from tp_invariant_recipes.features.train import rank
+
     stopped = f"the benchmark was stopped before its end; what it trained: {bench.directory.path}"
     with locked_empty(bench.directory):
         try:
             for number, mode, planned in bench.turns:
                 with watch(f"round {number} of {bench.turns[-1][0]}, {mode}", planned) as tick:
-                    if train.execute(planned, tick) is Outcome.STOPPED:
+                    if train.execute(planned, tick, rank_fn=rank.train) is Outcome.STOPPED:
                         raise RunError(stopped)
         except KeyboardInterrupt:
             raise Interrupted(stopped) from None

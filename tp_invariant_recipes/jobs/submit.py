@@ -21,7 +21,6 @@ from tp_invariant_recipes.config.overrides import (
     parse_all,
 )
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed, refuse
-from tp_invariant_recipes.features.train.workflow import check as train_check
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.features.verify.cells import spread
 from tp_invariant_recipes.jobs import registry, script, slurm_client, states
@@ -31,6 +30,7 @@ from tp_invariant_recipes.launch import plan, record, trust
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
 from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run, resumes_model
+from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several

@@ -13,7 +13,7 @@ from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST, StateForm
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, latest, parse, parse_all
-from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, lines, listed
+from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed
 from tp_invariant_recipes.launch import trust
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
@@ -194,12 +194,8 @@ def _checkpoint(plan: Plan, step: int | None) -> RunCheckpoint | None:
     untrusted, within = checkpoints.unsettled(run_dir), _steps_in_ledger(run_dir)
     if untrusted is not None:  # whoever noted it was killed before the checkpoints were moved
         within = min(within, untrusted.trusted)
-    checkpoint = checkpoints.select(run_dir.checkpoints, step, within=within, hashes=False)
-    if checkpoint and checkpoint.read_manifest().identity_hash != plan.identity_hash:
-        raise CheckpointError(
-            f"{checkpoint.path} belongs to another run: its experiment fingerprint is not the one of {run_dir.path}"
-        )
-    return checkpoint
+    hash_ = plan.identity_hash
+    return checkpoints.select(run_dir.checkpoints, step, within=within, hashes=False, identity_hash=hash_)
 
 
 def completed_steps(run_dir: RunDir) -> int | None:

@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, refuse
-from tp_invariant_recipes.features.train import workflow as train
-from tp_invariant_recipes.launch import local, ranks, record, resume
+from tp_invariant_recipes.launch import local, ranks, record, resume, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.ledger.run_files import AttemptJob

@@ -121,13 +121,18 @@ def finished(checkpoints: Path) -> list[RunCheckpoint]:
 
 
 def select(
-    checkpoints: Path, step: int | None = None, *, within: int | None = None, hashes: bool = True
+    checkpoints: Path,
+    step: int | None = None,
+    *,
+    within: int | None = None,
+    hashes: bool = True,
+    identity_hash: str | None = None,
 ) -> RunCheckpoint | None:
     """Return the newest finished checkpoint, or the one of `step`, verified. None when there is none at all.
 
-    within: of no later step than this one. hashes: as for `RunCheckpoint.verify`.
+    within: of no later step than this one. hashes: as for `RunCheckpoint.verify`. identity_hash: of the run.
 
-    Raises CheckpointError when it is damaged or when `step` was never saved.
+    Raises CheckpointError when it is damaged or of another run, or when `step` was never saved.
     """
     saved = finished(checkpoints)
     if step is not None:
@@ -141,7 +146,20 @@ def select(
         chosen = max((c for c in saved if within is None or c.step <= within), key=lambda c: c.step, default=None)
     if chosen is not None:
         chosen.verify(hashes=hashes)
+        if identity_hash is not None and chosen.read_manifest().identity_hash != identity_hash:
+            run = checkpoints.parent
+            raise CheckpointError(
+                f"{chosen.path} belongs to another run: its experiment fingerprint is not the one of {run}"
+            )
     return chosen
+
+
+def of_run(checkpoints: Path, step: int | None, identity_hash: str) -> RunCheckpoint:
+    """Return the newest checkpoint of a run, or the one of `step`, verified. Raises CheckpointError: it has none."""
+    checkpoint = select(checkpoints, step, identity_hash=identity_hash)
+    if checkpoint is None:
+        raise CheckpointError(f"{checkpoints.parent} has no finished checkpoint; save=STEPS lets a run write some")
+    return checkpoint
 
 
 def set_aside(checkpoints: Path, after: int) -> list[Path]:

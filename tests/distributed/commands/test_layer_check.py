@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tp_invariant_recipes.features.check import LINEAR, check, names_of
+from tp_invariant_recipes.features.bisect.recompute import LINEAR, check, names_of
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
 

@@ -77,7 +77,7 @@ def test_a_command_that_looked_before_another_trained_there_is_refused(tpi):
 
 
 def _slow_to_check() -> None:
-    from tp_invariant_recipes.features.train import workflow as train
+    from tp_invariant_recipes.launch import train
 
     original = train.check
 

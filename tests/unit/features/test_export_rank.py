@@ -8,8 +8,9 @@ import torch
 from tests import hf_folders
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.features.export import rank, workflow
-from tp_invariant_recipes.features.export.rank import is_weight
 from tp_invariant_recipes.sources import hf_models
+from tp_invariant_recipes.training import saved_weights
+from tp_invariant_recipes.training.saved_weights import is_weight
 
 FC1 = "decoder.layers.0.mlp.experts.linear_fc1"
 
@@ -41,7 +42,7 @@ def test_the_adapter_of_all_experts_lies_where_those_of_each_have_their_dimensio
         return ShardedTensor.from_rank_offsets("adapter", torch.ones(6, 2), *before, prepend_axis_num=len(before))
 
     each, shared = placed(*layers, (len(layers), 3, 8)), placed(*layers)
-    of_all = rank.of_all_experts(each)
+    of_all = saved_weights.of_all_experts(each)
     for name in ("global_shape", "global_offset", "axis_fragmentations", "prepend_axis_num", "local_shape"):
         assert getattr(of_all, name) == getattr(shared, name), name
 

@@ -25,8 +25,8 @@ from tp_invariant_recipes.comparison.text import remarks, verdict_line
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
-from tp_invariant_recipes.features import check
-from tp_invariant_recipes.features import evidence as evidence_judge
+from tp_invariant_recipes.features.bisect import recompute
+from tp_invariant_recipes.features.guard import evidence as evidence_judge
 from tp_invariant_recipes.features.rollouts import prompts
 from tp_invariant_recipes.features.rollouts import prompts as rollout_lines
 from tp_invariant_recipes.features.rollouts import requests as rollout_requests
@@ -470,13 +470,13 @@ def test_the_sound_evidence_is_judged_and_what_holds_nothing_to_compute_is_not(t
 
 @pytest.mark.parametrize("shape", ((), (4,), (2, 4), (0, 1, 4), (2, 1, 3)))
 def test_dumps_of_no_linear_layer_are_refused(shape):
-    names = check.names_of("decoder.layers.0.mlp.linear_fc2")
+    names = recompute.names_of("decoder.layers.0.mlp.linear_fc2")
     shapes = dict(zip((*names.operands, names.weight), (shape, (2, 1, 3), (3, 4)), strict=True))
     results = {
         name: Dumped("bfloat16", size, np.zeros((1, int(np.prod(size))), np.uint16)) for name, size in shapes.items()
     }
     with pytest.raises(LedgerError, match="the dumps are not of a linear layer: forward/"):
-        check._computed(results, names, "row", 1, NumericsSettings(), None)
+        recompute._computed(results, names, "row", 1, NumericsSettings(), None)
 
 
 @pytest.mark.parametrize(

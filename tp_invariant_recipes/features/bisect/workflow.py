@@ -17,7 +17,7 @@ from tp_invariant_recipes.comparison.explanation import run_name
 from tp_invariant_recipes.comparison.magnitude import magnitude_line, magnitude_report
 from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
-from tp_invariant_recipes.features import check
+from tp_invariant_recipes.features.bisect import recompute
 from tp_invariant_recipes.features.bisect.result import (
     BisectResult,
     NothingToTrain,
@@ -26,8 +26,7 @@ from tp_invariant_recipes.features.bisect.result import (
     operation,
     worth_dumping,
 )
-from tp_invariant_recipes.features.train import workflow as train
-from tp_invariant_recipes.launch import local, resume
+from tp_invariant_recipes.launch import local, resume, train
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.open import read
@@ -164,7 +163,7 @@ def _refereed(bisection: Bisection, watch: Watch, equal_until: int, result: Bise
         both = plans(bisection, "refereed", result.step, before, names, since)
         return [_train(rerun, result.step, watch, remarks).path.parent for rerun in both]
 
-    judged = check.referee(result.runs, result.repeats, result.module, result.operation, result.step, train_dumped)
+    judged = recompute.referee(result.runs, result.repeats, result.module, result.operation, result.step, train_dumped)
     return replace(result, referee=judged, remarks=tuple(remarks))
 
 
@@ -226,6 +225,8 @@ def _lines(ledger: Ledger, steps: int) -> bytes:
 
 def _train(rerun: Rerun, step: int, watch: Watch, remarks: list[str]) -> Ledger:
     """Return the ledger of the run, up to `step`. Raises RunError: it failed before, or was stopped."""
+    from tp_invariant_recipes.features.train import rank
+
     planned = rerun.plan
     run_dir = planned.run_dir
     if rerun.copied:
@@ -234,7 +235,7 @@ def _train(rerun: Rerun, step: int, watch: Watch, remarks: list[str]) -> Ledger:
     label = f"{run_dir.path.name}: {run_name(rerun.original)} from step {planned.start}"
     try:
         with _environment(rerun.environment), watch(label, planned) as tick:
-            outcome = train.execute(planned, tick)
+            outcome = train.execute(planned, tick, rank_fn=rank.train)
     except RunError as error:  # a diverging run may fail after the step, which does not matter
         if not run_dir.ledger.exists() or len(read(run_dir.ledger).steps) < step:
             raise

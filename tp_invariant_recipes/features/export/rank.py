@@ -1,11 +1,10 @@
 """A process that turns a checkpoint of a run into the files of a Hugging Face folder, on the CPU."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,7 +17,6 @@ from torch import Tensor
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.megatron.spec import block_of_both
-from tp_invariant_recipes.observe.shards import sharded_tensors
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.replacement import resolve_own
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -27,11 +25,11 @@ from tp_invariant_recipes.sources import hf_models, weights
 from tp_invariant_recipes.sources.hf_families import GLM_45
 from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
 from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.training import saved_weights
 
 # Before the name of a weight in a checkpoint, its master weight: of Megatron's optimizers, and of the distributed one.
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 ADAPTER = ".adapter."  # in the name of an adapter's weight
-OF_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 SHARD = 5 * 10**9  # bytes of one file, as Hugging Face writes them
 
 
@@ -86,7 +84,7 @@ class Export:
 
     def _chunks(self) -> list[Any]:
         chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
-        load_weights(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
+        saved_weights.load_weights(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
         return chunks
 
     def _write_adapted(self, adapters: Adapters) -> None:
@@ -97,10 +95,10 @@ class Export:
         if adapters.hugging_face:
             weights.from_folder(adapters.base).load_hf_weights(chunks)
         else:
-            load_weights(chunks, adapters.base, "")
+            saved_weights.load_weights(chunks, adapters.base, "")
         lora = LoRA(**adapters.fields)
         shared = lora.share_expert_adapters
-        load_weights(lora(chunks, training=False), self.checkpoint, "", part=ADAPTER, shared=shared)
+        saved_weights.load_weights(lora(chunks, training=False), self.checkpoint, "", part=ADAPTER, shared=shared)
         if adapters.merge:
             self._write(chunks)
             return
@@ -136,14 +134,8 @@ def _single_rank_world() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _metadata(checkpoint: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint import FileSystemReader
-
-    return FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-
-
 def _dtype(checkpoint: Path) -> torch.dtype:
-    return _metadata(checkpoint)["embedding.word_embeddings.weight"].properties.dtype
+    return saved_weights.metadata(checkpoint)["embedding.word_embeddings.weight"].properties.dtype
 
 
 def _base_dtype(adapters: Adapters) -> torch.dtype:
@@ -158,7 +150,7 @@ def _base_dtype(adapters: Adapters) -> torch.dtype:
 
 
 def _masters(checkpoint: Path) -> str:
-    there = _metadata(checkpoint)
+    there = saved_weights.metadata(checkpoint)
     return next((prefix for prefix in MASTERS if any(name.startswith(prefix) for name in there)), MASTERS[0])
 
 
@@ -202,73 +194,6 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     )
     provider.finalize()
     return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
-
-
-def of_all_experts(value: Any) -> Any:
-    """Return an expert's adapter, a ShardedTensor or a factory, without the dimension of experts: all share it."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    if isinstance(value, ShardedTensor):
-        axis = value.prepend_axis_num - 1
-        fields = {
-            name: (*numbers[:axis], *numbers[axis + 1 :])
-            for name in ("global_shape", "global_offset", "axis_fragmentations")
-            if (numbers := getattr(value, name)) is not None
-        }
-        return replace(value, **fields, prepend_axis_num=axis)
-    build = value.build_fn
-    return replace(value, build_fn=lambda *given: [of_all_experts(shard) for shard in build(*given)])
-
-
-def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "", *, shared: bool = False) -> None:
-    """Load weights, or what a checkpoint keeps of them under names with a prefix. RunError: it lacks one.
-
-    part: of the names of those to load. shared: all experts of a layer have one adapter.
-    """
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    chunk = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
-    metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
-    state = chunk.sharded_state_dict(metadata=metadata).items()
-    sharded = {name: value for name, value in state if is_weight(name) and part in name}
-    read, copied = _of_first_experts(sharded) if shared else (sharded, {})
-    tensors = [value for value in nested_values(read) if isinstance(value, ShardedTensor | ShardedTensorFactory)]
-    _put_prefix(tensors, checkpoint, prefix)
-    loaded = dist_checkpointing.load({"model": read}, str(checkpoint))["model"]
-    loaded |= {name: loaded[first] for name, first in copied.items()}
-    incompatible_keys = chunk.load_state_dict(loaded, strict=False)
-    missing = [name for name in incompatible_keys.missing_keys if is_weight(name) and part in name]
-    if missing:
-        raise RunError(f"{checkpoint} holds no weight {missing[0]}")
-
-
-def _of_first_experts(sharded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what to read of adapters that a layer's experts share, and the other experts' names -> the first's."""
-    first_of = {name: OF_EXPERT.sub(r".local_experts.0.", name) for name in sharded}
-    read = {
-        name: of_all_experts(value) if OF_EXPERT.search(name) else value
-        for name, value in sharded.items()
-        if first_of[name] == name
-    }
-    return read, {name: first for name, first in first_of.items() if name != first}
-
-
-def _put_prefix(tensors: list[Any], checkpoint: Path, prefix: str) -> None:
-    """Give the tensors, or factories of gate and up or of segments, the checkpoint's names. RunError: it lacks one."""
-    there = _metadata(checkpoint)
-    for tensor in tensors:
-        tensor.key = f"{prefix}{tensor.key}"
-        lacking = next((shard.key for shard in sharded_tensors(tensor) if shard.key not in there), None)
-        if lacking is not None:
-            kind = "master weight" if prefix else "weight"
-            raise RunError(f"{checkpoint} holds no {kind} {lacking.removeprefix(prefix)}")
-
-
-def is_weight(name: str) -> bool:
-    """Whether a name is no state of a layer of Transformer Engine: `_extra_state`, of experts also `_extra_state3`."""
-    return not name.rpartition(".")[2].startswith("_extra_state")
 
 
 def write(

@@ -109,7 +109,7 @@ def export(request: ExportRequest, console: Console) -> ExportResult:
     if masters and config.mixed_precision is None:
         raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
     with busy(console, "verifying the checkpoint"):
-        checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
+        checkpoint = checkpoints.of_run(run_dir.checkpoints, step, before.identity_hash)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as temporary:
@@ -155,18 +155,6 @@ def _check_adapters(run: Path, config: RunConfig, *, masters: bool, merge: bool)
         raise ConfigError(f"{run} has adapters of MTP, which tpi exports to no folder")
     if masters:
         raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")
-
-
-def checkpoint_of(run_dir: RunDir, identity_hash: str, step: int | None) -> RunCheckpoint:
-    """Return the newest checkpoint of a run, or the one of `step`, verified. Raises CheckpointError."""
-    checkpoint = checkpoints.select(run_dir.checkpoints, step)
-    if checkpoint is None:
-        raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
-    if checkpoint.read_manifest().identity_hash != identity_hash:
-        raise CheckpointError(
-            f"{checkpoint.path} belongs to another run: its experiment fingerprint is not the one of {run_dir.path}"
-        )
-    return checkpoint
 
 
 def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, masters: bool) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, latest, parse_all
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, TpiError, lines, refuse
-from tp_invariant_recipes.features.export.workflow import checkpoint_of
 from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
@@ -22,6 +21,7 @@ from tp_invariant_recipes.launch.ranks import RankFn
 from tp_invariant_recipes.launch.resume import overrides_to_repeat
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import environment, finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -195,7 +195,7 @@ def _of_run(source: Path, requested: Sequence[Override], step: int | None) -> tu
     before = run_dir.read_run(RunFile)
     if finetuning.adapts(run_dir.read_run_config()):
         raise ConfigError(f"{source} has adapters: tpi export {source} FOLDER --merge, then name FOLDER")
-    checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
+    checkpoint = checkpoints.of_run(run_dir.checkpoints, step, before.identity_hash)
     asked = given(requested, "numerics.mode")
     invariant = mode.find(before.numerics["mode"]) is not None and not (asked and asked.value in mode.MEGATRONS)
     kept = [

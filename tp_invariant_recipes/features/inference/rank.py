@@ -101,9 +101,9 @@ def loaded_model(stack: ExitStack, config: RunConfig, checkpoint: Path | None) -
     checkpoint: of a run; None: `config.weights.folder` has the weights.
     """
     from tp_invariant_recipes.config import container
-    from tp_invariant_recipes.features.export.rank import load_weights
     from tp_invariant_recipes.numerics.megatron import replacements
     from tp_invariant_recipes.replacement import applied
+    from tp_invariant_recipes.training.saved_weights import load_weights
 
     adapt(stack, config)
     stack.enter_context(applied(replacements.replacements(config.numerics)))

@@ -25,7 +25,7 @@ from tp_invariant_recipes.features.inference.model import FileJob, model_of
 from tp_invariant_recipes.features.rollouts import prompts, requests
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
 from tp_invariant_recipes.features.rollouts.schedule import BLOCK
-from tp_invariant_recipes.features.train import workflow as train
+from tp_invariant_recipes.launch import train
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked

@@ -20,7 +20,7 @@ from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.features.inference.model import FileJob, model_of
 from tp_invariant_recipes.features.score import against, engine_scores, vocabulary
 from tp_invariant_recipes.features.score.against import EngineDifference
-from tp_invariant_recipes.features.train import workflow as train
+from tp_invariant_recipes.launch import train
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines

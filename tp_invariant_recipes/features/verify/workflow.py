@@ -168,7 +168,7 @@ def _field(cell: Cell, name: str) -> str:
 
 def check(verification: Verification) -> None:
     """Let Bridge validate every cell. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of all."""
-    from tp_invariant_recipes.features.train import workflow as train
+    from tp_invariant_recipes.launch import train
 
     cell_problems = Problems()
     for cell in verification.cells:
@@ -233,11 +233,12 @@ def _set_aside(where: MatrixDir, cell: Cell) -> None:
 
 def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
     """Return the end of a cell's run; None: it failed, and its run directory has the reason."""
-    from tp_invariant_recipes.features.train import workflow as train
+    from tp_invariant_recipes.features.train import rank
+    from tp_invariant_recipes.launch import train
 
     try:
         with watch(cell.label, planned) as tick:
-            return train.execute(planned, tick)
+            return train.execute(planned, tick, rank_fn=rank.train)
     except TpiError:
         return None
 

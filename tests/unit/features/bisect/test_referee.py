@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.features import check
+from tp_invariant_recipes.features.bisect import recompute
 
 NAMES, MODULE, OPERATION = ("monday", "tuesday"), "decoder.layers.0.mlp.linear_fc2", "the forward pass of it"
 
@@ -14,9 +14,9 @@ def judged(repeats, identical=(), module=MODULE, operation=OPERATION, step=3, mo
     """right: the runs whose dumps a CPU confirms."""
     if monkeypatch is not None:
         monkeypatch.setattr(
-            check, "check", lambda run, step, module: SimpleNamespace(exit_status=int(run not in identical))
+            recompute, "check", lambda run, step, module: SimpleNamespace(exit_status=int(run not in identical))
         )
-    return check.referee(NAMES, repeats, module, operation, step, lambda names, since: NAMES)
+    return recompute.referee(NAMES, repeats, module, operation, step, lambda names, since: NAMES)
 
 
 def test_of_two_runs_the_one_that_repeats_its_bits_is_correct():
@@ -52,5 +52,5 @@ def test_an_operation_that_no_cpu_computes_has_no_referee(monkeypatch):
     def not_dumped(run, step, module):
         raise LedgerError("monday did not dump it")
 
-    monkeypatch.setattr(check, "check", not_dumped)
+    monkeypatch.setattr(recompute, "check", not_dumped)
     assert judged((True, True)).text == "referee: it cannot tell: monday did not dump it"

@@ -1,4 +1,4 @@
-"""`tpi train`, once it is planned: check with Bridge, write the run directory, run the ranks."""
+"""A planned run of one machine: check it with Bridge, write its run directory, run its ranks."""
 
 import json
 import os
@@ -92,15 +92,11 @@ def validate(planned: Plan, *, examples: bool = False) -> str:
         return recipe_process.ask(model, built, *question, hf_folder=config.recipe.hf_folder)
 
 
-def execute(
-    planned: Plan, watch: Callable[[], None], stop: Stop | None = None, *, rank_fn: RankFn | None = None
-) -> local.Outcome:
+def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None, *, rank_fn: RankFn) -> local.Outcome:
     """Write the run directory and train. RunError: another process trains there, a rank dies or hangs, steps lack.
 
-    watch: called while the ranks live. stop: of `local.run`; None: Ctrl-C is raised. rank_fn: None: a training.
+    watch: called while the ranks live. stop, rank_fn: of `local.run`; without `stop` Ctrl-C is raised.
     """
-    from tp_invariant_recipes.features.train import rank as train
-
     if planned.completed:
         return local.Outcome.COMPLETED
     with locked(planned.run_dir):
@@ -110,7 +106,7 @@ def execute(
         checkpoints.settle(planned.run_dir)
         record.write(planned)
         try:
-            outcome = check_completed(planned, local.run(planned, watch, rank_fn=rank_fn or train.train, stop=stop))
+            outcome = check_completed(planned, local.run(planned, watch, rank_fn=rank_fn, stop=stop))
         except LockLost:
             raise
         except TpiError as error:
