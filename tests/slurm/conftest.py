@@ -87,24 +87,17 @@ def _possible() -> None:
 
 
 @pytest.fixture
-def start_cluster(
+def cluster(
     _possible: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Cluster]]:
-    """Starts a cluster, `start_cluster(nodes=1, jobs=2)`: a queue for two jobs. SLURM's commands find the latest."""
-    folders: list[Path] = []
-
-    def start(nodes: int = 3, jobs: int = 200) -> Cluster:
-        folder = tmp_path_factory.mktemp("slurm")  # short: the path of a socket may be
-        _script("start", folder, nodes, jobs)
-        folders.append(folder)
-        monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-        return Cluster(folder)
-
+) -> Iterator[Cluster]:
+    """Three nodes."""
+    folder = tmp_path_factory.mktemp("slurm")  # short: the path of a socket may be
+    _script("start", folder, 3, 200)
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     try:
-        yield start
+        yield Cluster(folder)
     finally:
-        for folder in folders:
-            _script("stop", folder)
+        _script("stop", folder)
 
 
 @pytest.fixture(scope="session")
@@ -112,9 +105,3 @@ def python_on_nodes(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> I
     """Stands for the interpreter on nodes: forks of this worker instead of imports (tests/slurm/server.py)."""
     with server.serving(tmp_path_factory.mktemp("python")) as executable:
         yield executable
-
-
-@pytest.fixture
-def cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
-    """Three nodes."""
-    return start_cluster()

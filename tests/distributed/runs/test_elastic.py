@@ -94,11 +94,6 @@ def test_without_momentum_sgd_has_other_steps(tpi):
 # A run, and what another layout says of its checkpoint.
 REFUSED = (
     (f"{DENSE} dp=2", "numerics.data_shards=4", "numerics.data_shards was 2 and is 4 now"),
-    (f"{DENSE} dp=2", "dp=4", "dp=4 does not divide numerics.data_shards=2"),
-    (f"{DENSE} dp=2", DISTRIBUTED, "it holds the state of an optimizer that is not distributed"),
-    ("qwen3_toy numerics.context_shards=2", "cp=4", "cp=4 does not divide numerics.context_shards=2"),
-    # Of Megatron's own experts: on one rank there is one optimizer.
-    (f"{EXPERTS} tp=2 ep=2 numerics=stock", "tp=1 ep=1", "it holds the optimizer state of experts apart from all"),
     # Without the patches.
     (f"{SGD} tp=2 patches.off=[core-sgd-state]", "tp=2", "TypeError: 'NoneType' object is not callable"),
     (f"{DENSE_FIRST} pp=2 patches.off=[core-empty-optimizer]", "pp=2", "Cannot merge"),

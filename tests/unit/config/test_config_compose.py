@@ -238,20 +238,11 @@ def test_a_path_may_be_quoted_or_null():
 # One mistake each: overrides, and what the one line about it must say. The first word is the key to change.
 MISTAKES = (
     (["tp=x"], "tp=x: tensor-parallel degree: expected int, such as 4"),
-    (["tp=true"], "tp=true: tensor-parallel degree: expected int, such as 4"),
     (["tp=null"], "tp=null: tensor-parallel degree: expected int, such as 4"),
-    (["tp="], "tp=: tensor-parallel degree: expected int, such as 4"),
-    (["tp=[1,2]"], "tp=[1,2]: tensor-parallel degree: expected int, such as 4"),
     (["tp=1,2"], "tp=1,2: one run takes one value for tp"),
-    (["tp=range(1,3)"], "tp=range(1,3): one run takes one value for tp"),
-    (["model.seq_length=x"], "model.seq_length=x: sequence length, tokens: expected int, such as 4"),
-    (["seed=2.5"], "seed=2.5: seed of weights and data order: expected int, such as 4"),
     (["lr=fast"], "lr=fast: peak learning rate: expected float, such as 1e-4"),
     (["sp=maybe"], "sp=maybe: sequence parallelism (default: on when tp > 1): expected bool, such as true"),
     (["tpp=2"], "tpp=2: unknown key 'tpp'; did you mean 'tp'?"),
-    (["devise=gpu"], "devise=gpu: unknown key 'devise'; did you mean 'device'?"),
-    (["numeric=stock"], "numeric=stock: unknown key 'numeric'; did you mean 'numerics'?"),
-    (["optimiser.lr=1"], "optimiser.lr=1: unknown key 'optimiser.lr'; did you mean 'lr'?"),
     (["hydra.run.dir=x"], "hydra.run.dir=x: unknown key 'hydra.run.dir'"),
     (["data=texxt"], "data=texxt: unknown data 'texxt'; did you mean 'text'?"),
     (["numerics=magic"], "numerics=magic: unknown numerics 'magic'; there are: "),
@@ -263,7 +254,6 @@ MISTAKES = (
     (["~tp"], "~tp: fields cannot be deleted"),
     (["run.dri=x"], "run.dri: no such field of RunSettings; did you mean 'run.dir'?"),
     (["numerics.mode=magic"], "numerics.mode=magic: expected one of 'stock'"),
-    (["data.json_key=null"], "data.json_key=None: expected str, such as text"),
     (["ledger.state_digests=x", "ledger.digests=0"], "ledger.state_digests=x: expected int, such as 4"),
     (["tp=3", "seq=126"], "tp=3 does not divide model.num_attention_heads=8"),
 )

@@ -66,10 +66,6 @@ def test_a_run_with_another_result_is_another_run(override, keys):
     assert changed - keys <= {"optimizer.bf16", "optimizer.fp16"}
 
 
-def test_models_differ():
-    assert len({repr(identity_of(model)) for model in MODELS}) == len(MODELS)
-
-
 def test_data_is_known_by_its_content_and_not_by_its_place():
     def text(path: str, digest: str) -> dict:
         tree = compose("qwen3_toy", ["data=text", f"data.path={path}"]).config.sections

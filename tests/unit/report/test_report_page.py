@@ -75,19 +75,11 @@ class Reader(HTMLParser):
         return [attributes[attribute] or "" for _, attributes in self.tags if attribute in attributes]
 
 
-@pytest.fixture
-def differing_runs(tmp_path) -> tuple[Path, Path]:
-    return _differing(tmp_path)
-
-
-def _differing(folder: Path) -> tuple[Path, Path]:
-    return write_run(folder / "tp1"), write_run(folder / "tp2", differs_from=4, layout={"tp": 2})
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Path, Path]:
     """Two runs that differ, for tests that change neither."""
-    return _differing(tmp_path_factory.mktemp("different"))
+    folder = tmp_path_factory.mktemp("different")
+    return write_run(folder / "tp1"), write_run(folder / "tp2", differs_from=4, layout={"tp": 2})
 
 
 @pytest.fixture(scope="module")

@@ -103,26 +103,6 @@ def test_files_are_what_other_programs_read(empty_folder):
     assert tree_of_files(empty_folder / "run") == ["config.yaml", "versions.json"]
 
 
-@pytest.mark.parametrize("file", ("config", "run"))
-def test_a_file_is_whole_or_not_there(empty_folder, monkeypatch, file):
-    """Whoever looks while a file is written sees the old one, and what fails leaves it."""
-    run = RunDir(empty_folder)
-    path = getattr(run, file)
-    run.write(path, {"old": True})
-    before = path.read_text()
-    seen = []
-
-    def full(descriptor):
-        seen.append(path.read_text())
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError):
-        run.write(path, {"new": True})
-    assert seen == [before]
-    assert path.read_text() == before
-
-
 def test_a_full_disk_is_reported_with_what_is_free_and_what_to_change(empty_folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     monkeypatch.setattr(os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))

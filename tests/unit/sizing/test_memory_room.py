@@ -98,20 +98,6 @@ def test_a_dry_submission_says_it_and_a_submission_is_refused_for_it(cli, no_gpu
     assert "slurm.time=never" in refused.err
 
 
-# The run of NVIDIA/TransformerEngine#3051, with FP8 by tensors in CUDA graphs.
-WITH_EXPERTS = """
-    nemotron3_nano tp=1 ep=8 dp=8 gbs=16 seq=8192 mbs=2 precision=fp8_tensorwise cuda_graph=te
-    model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true slurm.time=60
-"""
-
-
-@pytest.mark.parametrize("cluster, size", (("h200", "139.8"), ("b300", "268.0")))
-def test_a_run_whose_experts_have_one_gradient_buffer_fits(cli, no_gpus, cluster, size):
-    ended = cli("submit", *WITH_EXPERTS.split(), f"cluster={cluster}", "--dry-run")
-    assert ended.status == 0, ended.err
-    assert f"the fullest rank needs about 127.8 GiB; a GPU of cluster={cluster} has {size} GiB" in ended.err
-
-
 def submitted(cli, *overrides: str):
     return cli("submit", "qwen3_8b", *overrides, "slurm.time=60", "--verify", "--dry-run")
 

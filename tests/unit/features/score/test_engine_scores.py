@@ -82,13 +82,11 @@ WRONG = (
     ('{"meta_info": {"output_token_logprobs": [[1]]}}', "a field is not as its program writes it"),
     ('{"prompt_token_ids": [1], "outputs": [{"token_ids": [2], "logprobs": [{"3": {"logprob": 0}}]}]}', "KeyError"),
     ('{"token_ids": [1], "logprobs": [NaN]}', "nan is not a log-probability"),
-    ('{"token_ids": [1], "logprobs": [Infinity]}', "inf is not a log-probability"),
     ('{"token_ids": [1], "logprobs": [1e39]}', "1e[+]39 is not a log-probability"),
     (
         f'{{"token_ids": [1], "logprobs": [{"9" * 400}]}}',
         "9999 is not a log-probability|9{40} is not a log-probability",
     ),
-    ('{"token_ids": [1], "logprobs": ["-1"]}', "'-1' is not a log-probability"),
     ('{"token_ids": [1], "logprobs": [true]}', "True is not a log-probability"),
     *(
         (f'{{"token_ids": [{token}], "logprobs": [-1]}}', f"{shown} is not the id of a token")
@@ -100,18 +98,14 @@ WRONG = (
         (f'{{"id": {name}, "token_ids": [1], "logprobs": [-1]}}', "id must be text or a whole number")
         for name in ("[1]", "{}", "true", "1.5", 2**70)
     ),
-    ('{"token_ids": [], "logprobs": []}', "no tokens in it"),
     ('{"responses": [1, 2], "old_log_probs": [-1, -1], "response_mask": [0, 0]}', "no tokens in it"),
     ('{"responses": [1, 2], "old_log_probs": [-1, -1], "response_mask": [0, 7]}', "a mask is not 0 or 1"),
-    ('{"input_ids": [1, 2], "prev_logprobs": [-1, -1], "token_mask": [1]}', "a mask is not 0 or 1"),
     *(
         (json.dumps(vllm(outputs=[{"token_ids": [5], "logprobs": [-1]}] * n)), f"{n} outputs .n > 1.: write a row")
         for n in (2, 4)
     ),
     ('{"id": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
     ('{"token_ids": [1], "token_ids": [2], "logprobs": [-1]}', "a key appears twice"),
-    ("[1]", "not an object in braces"),
-    ("{", "not JSON"),
 )  # fmt: skip
 
 
