@@ -40,13 +40,9 @@ DEEDS = {
     "a zero byte": "x = '\0'",
 }
 RESULTS = (
-    "None",
-    "1",
-    "object()",
-    "__import__('itertools').count()",
-    "type('L', (list,), {'__len__': lambda s: 1 / 0})()",
+    "None", "1", "object()", "__import__('itertools').count()", "type('L', (list,), {'__len__': lambda s: 1 / 0})()",
     "print",
-)
+)  # fmt: skip
 SAMPLE = (("BaseException", "when called"),)
 CASES = [(deed, when) for deed in DEEDS for when in ("on import", "when called")]
 

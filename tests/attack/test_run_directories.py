@@ -17,19 +17,11 @@ SEED = 31
 FEW, ALL = 15, 450
 
 COMMANDS = (
-    "runs .",
-    "runs . --json",
-    "compare run other",
-    "compare other run --json",
-    "report run other --out page.html --force",
-    "certify run --out a.tpicert",
-    "show --from run",
-    "train --resume run iters=6 --dry-run",
-    "check run --step 1",
-    "export run out --step 3",
-    "submit --resume run --dry-run",
-    "verify --recheck run",
-)
+    "runs .", "runs . --json", "compare run other", "compare other run --json",
+    "report run other --out page.html --force", "certify run --out a.tpicert", "show --from run",
+    "train --resume run iters=6 --dry-run", "check run --step 1", "export run out --step 3",
+    "submit --resume run --dry-run", "verify --recheck run",
+)  # fmt: skip
 FILES = ("config.yaml", "run.json", "environment.json", "versions.json", "ledger.jsonl", "progress.jsonl", "write.lock")
 FILES += ("logs", "logs/rank-0.log", "checkpoints", "checkpoints/iter_0000004", f"checkpoints/iter_0000004/{MANIFEST}")
 FILES += ("submission.json", "matrix.json", "verify.json", "tensorboard", "index-cache", "job.ended")

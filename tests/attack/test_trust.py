@@ -16,15 +16,11 @@ EVIL = "open({!r}, 'w').close()\n\ndef small(*arguments):\n    return None\n"
 RAN = "code-was-executed"
 # Every command that composes a run anew from what a folder says.
 COMMANDS = (
-    "show --from run lr=1e-3",
-    "show --diff run other lr=1e-3",
-    "train --resume run iters=6",
+    "show --from run lr=1e-3", "show --diff run other lr=1e-3", "train --resume run iters=6",
     "train --resume run iters=6 --dry-run",
     "submit --resume run cluster.name=site cluster.gpus_per_node=0 cluster.ranks_per_node=1 slurm.time=5 --dry-run",
-    "score run sequences.jsonl",
-    "generate run sequences.jsonl --dry-run",
-    "bisect run other",
-)
+    "score run sequences.jsonl", "generate run sequences.jsonl --dry-run", "bisect run other",
+)  # fmt: skip
 # What a forged run.json names: a recipe in the place of the model, or an override.
 NAMES = {
     "a recipe's file": "recipe={here}/evil.py:small",

@@ -176,14 +176,10 @@ def _defined(now: _Now) -> None:
 KERNELS: dict[str, Callable[[_Now], None]] = {
     "product": _function("tp_invariant_recipes.numerics.products.cpu", "product"),
     "contraction": _function("tp_invariant_recipes.numerics.products.cpu", "_batch"),
-    "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_batched"),
-    "norm": _norm,
-    "norm of heads": _norm_of_heads,
-    "activation": _activation,
+    "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_batched"), "norm": _norm,
+    "norm of heads": _norm_of_heads, "activation": _activation,
     "experts": _function("tp_invariant_recipes.numerics.layers.formats.plain", "Plain.multiply_groups"),
-    "adam": _after_the_update("master", "within"),
-    "moment": _after_the_update("exp_avg", "within"),
-    "all-gather": _after_the_update("weight", "within"),
-    "memory": _after_the_update("master", "after"),
+    "adam": _after_the_update("master", "within"), "moment": _after_the_update("exp_avg", "within"),
+    "all-gather": _after_the_update("weight", "within"), "memory": _after_the_update("master", "after"),
     "defined": _defined,
-}
+}  # fmt: skip

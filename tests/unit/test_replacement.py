@@ -81,12 +81,10 @@ def test_what_is_made_gets_the_original(module):
 @pytest.mark.parametrize(
     "target, error",
     (
-        ("victim:no_such_name", AttributeError),
-        ("victim:Thing.no_such_name", AttributeError),
-        ("victim:NoSuchThing.own", AttributeError),
-        ("no_such_module_at_all:name", ModuleNotFoundError),
+        ("victim:no_such_name", AttributeError), ("victim:Thing.no_such_name", AttributeError),
+        ("victim:NoSuchThing.own", AttributeError), ("no_such_module_at_all:name", ModuleNotFoundError),
     ),
-)
+)  # fmt: skip
 def test_an_unknown_target_raises_and_undoes_those_before_it(module, target, error):
     before = state(module)
     with pytest.raises(error), applied([instead("function"), Replacement(target, str, ""), instead("Thing.own")]):

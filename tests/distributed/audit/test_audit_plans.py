@@ -16,13 +16,9 @@ def a_gpu(monkeypatch):
 
 
 NEMOTRON = (
-    "cuda_graph=te",
-    "precision=fp8_tensorwise",
-    "model.moe_expert_capacity_factor=1.0",
-    "model.moe_pad_expert_input_to_capacity=true",
-    "model.gradient_accumulation_fusion=true",
-    "gbs=4",
-)
+    "cuda_graph=te", "precision=fp8_tensorwise", "model.moe_expert_capacity_factor=1.0",
+    "model.moe_pad_expert_input_to_capacity=true", "model.gradient_accumulation_fusion=true", "gbs=4",
+)  # fmt: skip
 
 
 def test_a_reference_replays_nothing_and_graphs_are_judged_where_they_are_replayed(a_gpu):

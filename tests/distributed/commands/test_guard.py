@@ -137,17 +137,11 @@ def test_weights_and_the_optimizers_state(tpi, portable_loops, kernel, numerics)
 
 # Another layout, model or mode.
 QUIET = (
-    "dp=2 tp=2",
-    "dp=2 pp=2 gbs=4 model.num_layers=2",
-    "dp=2 cp=2",
-    "dp=2 gbs=8 numerics.data_shards=4",
+    "dp=2 tp=2", "dp=2 pp=2 gbs=4 model.num_layers=2", "dp=2 cp=2", "dp=2 gbs=8 numerics.data_shards=4",
     "dp=2 gbs=4 numerics.data_shards=4 ddp.overlap_grad_reduce=true",
-    "dp=2 gbs=4 optimizer.use_distributed_optimizer=false",
-    "dp=4 gbs=4",
-    "dp=2 seq=64 numerics=portable",
-    f"{ROUTED} tp=2 ep=2 dp=2",
-    f"{ROUTED} tp=1 ep=2 dp=4 gbs=4",
-)
+    "dp=2 gbs=4 optimizer.use_distributed_optimizer=false", "dp=4 gbs=4", "dp=2 seq=64 numerics=portable",
+    f"{ROUTED} tp=2 ep=2 dp=2", f"{ROUTED} tp=1 ep=2 dp=4 gbs=4",
+)  # fmt: skip
 
 
 # The second has no shadow pass in step 1, where Megatron counts the gradients after which it reduces a bucket.

@@ -32,13 +32,10 @@ FOLDERS = {"dense": ("qwen3_toy", DENSE), "experts": ("qwen3_moe_toy", MOE)}
 LENGTHS = (1, 17, 40, 70)
 # Name -> options of the engine, and the order of requests.
 VARIANTS = {
-    "first": ({}, 1),
-    "one at a time": ({"sequences": 1}, 1),
-    "chunks": ({"chunk": 7, "block": 16}, -1),
-    "a token a pass": ({"chunk": 1, "block": 8}, 1),
-    "preempted": ({"tokens": 104, "block": 8}, 1),
+    "first": ({}, 1), "one at a time": ({"sequences": 1}, 1), "chunks": ({"chunk": 7, "block": 16}, -1),
+    "a token a pass": ({"chunk": 1, "block": 8}, 1), "preempted": ({"tokens": 104, "block": 8}, 1),
     "digests": ({"digests": True, "block": 4}, -1),
-}
+}  # fmt: skip
 SHORT = ("first", "chunks", "preempted")  # in `make test`
 
 

@@ -156,11 +156,9 @@ REFUSED = (
     (
         "nowhere none.jsonl iters=3 max_token=3 n=1,2",
         (
-            "nowhere: no such folder",
-            "none.jsonl: no such file",
+            "nowhere: no such folder", "none.jsonl: no such file",
             "iters=3: tpi generate trains nothing and does not read it",
-            "max_token=3: no such key; did you mean 'max_tokens'?",
-            "n=1,2: one value, not a sweep",
+            "max_token=3: no such key; did you mean 'max_tokens'?", "n=1,2: one value, not a sweep",
         ),
     ),
     ("nowhere p.jsonl temperature=0.5", ("nowhere: no such folder", "has no effect without draws; do_sample=true")),
@@ -171,7 +169,7 @@ REFUSED = (
         ("request b: token 512 is outside the model's vocabulary of 512", "stop_strings need a tokenizer"),
     ),
     ("qwen3 p.jsonl --out nowhere/x", ("is no folder",)),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("words, why", REFUSED)

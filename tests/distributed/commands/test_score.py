@@ -258,10 +258,8 @@ REFUSED = (
     (
         "nowhere s.jsonl iters=5 seq=64 cuda_graph=te",
         (
-            "no such folder",
-            "iters=5: tpi score trains nothing and does not read it",
-            "seq=64: every sequence has its own length",
-            "run without CUDA graphs",
+            "no such folder", "iters=5: tpi score trains nothing and does not read it",
+            "seq=64: every sequence has its own length", "run without CUDA graphs",
         ),
     ),
     ("qwen3 s.jsonl --step 3", ("--step 3: qwen3 is a Hugging Face folder",)),
@@ -270,7 +268,7 @@ REFUSED = (
     ("qwen3 nothing.jsonl", ("No such file",)),
     ("qwen3 tp=2", ("name a file of SEQUENCES, or one of tpi generate with --against FILE",)),
     ("qwen3 s.jsonl --tolerance 0.1", ("--tolerance and --partial go with --against",)),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("words, why", REFUSED)

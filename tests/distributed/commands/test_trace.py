@@ -23,24 +23,18 @@ SINGLE_STEP = "iters=1 ledger.trace=1:1"
 
 # Dumped in every run of `runs`: one of each kind of place.
 DUMPED = (
-    "forward/embedding.word_embeddings/input",
-    "forward/embedding.word_embeddings/output",
+    "forward/embedding.word_embeddings/input", "forward/embedding.word_embeddings/output",
     "forward/decoder.layers.1.self_attention.core_attention/input.1",
-    "forward/decoder.layers.1.self_attention.core_attention/output",
-    "forward/decoder.layers.0.mlp.linear_fc1/output",
-    "backward/decoder.layers.0.mlp.linear_fc2/output",
-    "backward/decoder.layers.1.pre_mlp_layernorm/output",
+    "forward/decoder.layers.1.self_attention.core_attention/output", "forward/decoder.layers.0.mlp.linear_fc1/output",
+    "backward/decoder.layers.0.mlp.linear_fc2/output", "backward/decoder.layers.1.pre_mlp_layernorm/output",
     "backward/output_layer/input",
-)
+)  # fmt: skip
 # What to ask for; only these match.
 PATTERNS = (
-    "forward/embedding.word_embeddings/*",
-    "forward/decoder.layers.1.self_attention.core_attention/input.1",
-    "forward/*.1.self_attention.core_attention/output",
-    *DUMPED[4:6],
-    "backward/*s.1.pre_mlp_layernorm/out?ut",
+    "forward/embedding.word_embeddings/*", "forward/decoder.layers.1.self_attention.core_attention/input.1",
+    "forward/*.1.self_attention.core_attention/output", *DUMPED[4:6], "backward/*s.1.pre_mlp_layernorm/out?ut",
     "backward/output_layer/input",
-)
+)  # fmt: skip
 
 
 # Its embedding looks up tokens a second time, on the last stage, and its output layer has several inputs.

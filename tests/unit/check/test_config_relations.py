@@ -36,11 +36,9 @@ def folders_here(tmp_path, monkeypatch) -> Path:
 
 
 FOLDERS = (
-    ("a.txt", "is a file; name the folder of the checkpoint"),
-    ("none", "there is no such folder"),
-    ("empty", "holds no checkpoint of Megatron-Bridge"),
-    ("some", None),
-)
+    ("a.txt", "is a file; name the folder of the checkpoint"), ("none", "there is no such folder"),
+    ("empty", "holds no checkpoint of Megatron-Bridge"), ("some", None),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("path, why", FOLDERS)

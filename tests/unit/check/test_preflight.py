@@ -66,15 +66,13 @@ LACKING = (
     ([H200], ALL, "qwen3_next_toy", ("gpus: flash-linear-attention",)),
     ([H200], ALL, "qwen3_next_toy numerics=tree", ()),
     (
-        [B300, H200],
-        TE,
-        "qwen3_8b cluster=h200",
+        [B300, H200], TE, "qwen3_8b cluster=h200",
         ("gpus: cluster=h200 is of other GPUs than this machine's NVIDIA B300",),
     ),
     ([B300, H200], TE, "qwen3_8b cluster=b300", ("gpus: other GPUs than this machine's NVIDIA H200",)),
     ([B300, H200], TE, "qwen3_8b cluster=local", ()),
     ([], (), "qwen3_toy cluster=h100 device=cpu", ("gpus: cluster=h100 is of GPU nodes and device=cpu",)),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("cards, packages, words, says", LACKING)

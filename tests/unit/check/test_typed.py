@@ -12,21 +12,14 @@ from tp_invariant_recipes.settings.keys import SHORT_KEYS
 STOCK = compose("qwen3_toy", ("numerics=stock",), device="cpu").config
 COUNTS = [key.name for key in SHORT_KEYS.values() if key.type is int and key.name != "seed"]
 FUNCTIONS = {  # a function -> whether the field may have it; Bridge alone knows the types of these fields
-    "activation_func=os.system": False,
-    "activation_func=torch.save": False,
-    "activation_func=silu": False,
-    "init_method=os.remove": False,
-    "embedding_init_method=torch.nn.init.eye_": False,
-    "output_layer_init_method=torch.load": False,
-    "transformer_layer_spec=shutil.rmtree": False,
-    "grad_scale_func=os.system": False,
-    "finalize_model_grads_func=megatron.core.utils.divide": False,
-    "activation_func=torch.nn.functional.gelu": True,
-    "activation_func=megatron.core.activations.squared_relu": True,
+    "activation_func=os.system": False, "activation_func=torch.save": False, "activation_func=silu": False,
+    "init_method=os.remove": False, "embedding_init_method=torch.nn.init.eye_": False,
+    "output_layer_init_method=torch.load": False, "transformer_layer_spec=shutil.rmtree": False,
+    "grad_scale_func=os.system": False, "finalize_model_grads_func=megatron.core.utils.divide": False,
+    "activation_func=torch.nn.functional.gelu": True, "activation_func=megatron.core.activations.squared_relu": True,
     "init_method=torch.nn.init.xavier_uniform_": True,
-    "transformer_layer_spec=megatron.bridge.models.gpt_provider.local_layer_spec": True,
-    "num_layers=2": True,
-}
+    "transformer_layer_spec=megatron.bridge.models.gpt_provider.local_layer_spec": True, "num_layers=2": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", FUNCTIONS)

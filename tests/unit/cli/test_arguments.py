@@ -47,12 +47,10 @@ def test_a_file_has_the_words_that_one_would_type(tmp_path):
 @pytest.mark.parametrize(
     "text, says",
     (
-        ("tp: 2\ntp: 4\n", "tp stands there twice"),
-        ("tp: [1\n", "expected ',' or ']'"),
-        ("- tp=2\n", "not a mapping of keys to values"),
-        (None, "No such file or directory"),
+        ("tp: 2\ntp: 4\n", "tp stands there twice"), ("tp: [1\n", "expected ',' or ']'"),
+        ("- tp=2\n", "not a mapping of keys to values"), (None, "No such file or directory"),
     ),
-)
+)  # fmt: skip
 def test_a_file_that_is_none_is_named(tmp_path, text, says):
     file = tmp_path / "mine.yaml"
     if text is not None:

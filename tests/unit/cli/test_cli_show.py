@@ -133,15 +133,13 @@ def machine_shown(monkeypatch):
 MACHINES = (
     ([H200, H200], {}, 0, {}),
     (
-        [],
-        {"transformer_engine": None, "mamba_ssm": None},
-        0,
+        [], {"transformer_engine": None, "mamba_ssm": None}, 0,
         {"transformer-engine": "optional", "mamba-ssm": "optional"},
     ),
     ([H200], {"transformer_engine": None}, 2, {"transformer-engine": "missing"}),
     ([H200], {"torch": None, "emerging_optimizers": None}, 2, {"torch": "missing", "emerging-optimizers": "optional"}),
     ([H200], {"megatron_core": "0.20.0", "torch": "2.11.0+cu130"}, 0, {"megatron-core": "untested"}),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("visible, other, status, states", MACHINES)

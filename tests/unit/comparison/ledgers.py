@@ -15,13 +15,10 @@ from tp_invariant_recipes.ledger.record import Header, StepRecord
 STEPS = 5
 LAYERS = 2
 PARTS = (
-    "self_attention.linear_qkv.layer_norm_weight",
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_proj.weight",
-    "mlp.linear_fc1.layer_norm_weight",
-    "mlp.linear_fc1.weight",
+    "self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight", "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
-)
+)  # fmt: skip
 NAMES = (
     "embedding.word_embeddings.weight",
     *(f"decoder.layers.{layer}.{part}" for layer in range(LAYERS) for part in PARTS),

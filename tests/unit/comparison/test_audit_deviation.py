@@ -86,17 +86,12 @@ def test_what_rounding_does_is_within_it_and_the_order_is_that_of_data_flow(judg
 
 # A wrong gradient, and the shape of its error.
 SHAPES = (
-    (lambda x: 2 * x, "constant ratio 2 (added twice)"),
-    (lambda x: x / 4, "constant ratio 0.25 (1/4)"),
-    (lambda x: 1.1 * x, "constant ratio 1.1"),
-    (lambda x: 0 * x, "zero"),
-    (lambda x: x * math.nan, "not finite numbers"),
-    (lambda x: torch.cat([x[3:], torch.zeros(3, COLUMNS)]), None),
-    (lambda x: x.roll(1, 0), "rows shifted by -1"),
-    (lambda x: x.flip(0), "rows in another order"),
-    (lambda x: torch.cat([x[:-1], torch.zeros(1, COLUMNS)]), "1 of 64 rows are zero"),
-    (lambda x: x + table(7), None),
-)
+    (lambda x: 2 * x, "constant ratio 2 (added twice)"), (lambda x: x / 4, "constant ratio 0.25 (1/4)"),
+    (lambda x: 1.1 * x, "constant ratio 1.1"), (lambda x: 0 * x, "zero"),
+    (lambda x: x * math.nan, "not finite numbers"), (lambda x: torch.cat([x[3:], torch.zeros(3, COLUMNS)]), None),
+    (lambda x: x.roll(1, 0), "rows shifted by -1"), (lambda x: x.flip(0), "rows in another order"),
+    (lambda x: torch.cat([x[:-1], torch.zeros(1, COLUMNS)]), "1 of 64 rows are zero"), (lambda x: x + table(7), None),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong, shape", SHAPES)

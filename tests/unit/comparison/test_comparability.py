@@ -39,14 +39,10 @@ AVX2, AMX = (
 
 # Two runs' machines.
 MACHINES = {
-    "one": (CPU, CPU),
-    "arm": (CPU, ARM),
-    "a GPU": (CPU, H200),
-    "another version of attention": (CPU, ARM | {"attention": "portable 2"}),
-    "the same instructions": (AVX2, AVX2),
-    "other instructions": (AVX2, AMX),
-    "instructions that a release did not record": (AVX2, CPU),
-}
+    "one": (CPU, CPU), "arm": (CPU, ARM), "a GPU": (CPU, H200),
+    "another version of attention": (CPU, ARM | {"attention": "portable 2"}), "the same instructions": (AVX2, AVX2),
+    "other instructions": (AVX2, AMX), "instructions that a release did not record": (AVX2, CPU),
+}  # fmt: skip
 MODES = (("portable", "portable"), ("tree", "tree"), ("portable", "tree"), ("stock", "stock"))
 
 
@@ -188,15 +184,11 @@ def run(name: str, tp: int, loss: float, mode: str):
 ORDER, REPEATS = "docs/audit.md", "need not repeat its bits"
 # Mode, tp and loss of two runs; what the help says.
 ROWS = (
-    ("stock stock", (1, 6.0), (2, 6.1), ORDER),
-    ("deterministic stock", (1, 6.0), (2, 6.1), ORDER),
-    ("tree tree", (1, 6.0), (2, 6.1), None),
-    ("stock tree", (2, 6.0), (2, 6.1), None),
-    ("stock stock", (2, 6.0), (2, 6.1), REPEATS),
-    ("stock deterministic", (2, 6.0), (2, 6.1), REPEATS),
-    ("deterministic deterministic", (2, 6.0), (2, 6.1), None),
-    ("stock stock", (1, 6.0), (2, 6.0), None),
-)
+    ("stock stock", (1, 6.0), (2, 6.1), ORDER), ("deterministic stock", (1, 6.0), (2, 6.1), ORDER),
+    ("tree tree", (1, 6.0), (2, 6.1), None), ("stock tree", (2, 6.0), (2, 6.1), None),
+    ("stock stock", (2, 6.0), (2, 6.1), REPEATS), ("stock deterministic", (2, 6.0), (2, 6.1), REPEATS),
+    ("deterministic deterministic", (2, 6.0), (2, 6.1), None), ("stock stock", (1, 6.0), (2, 6.0), None),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("modes, a, b, help_", ROWS)

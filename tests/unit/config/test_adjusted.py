@@ -19,11 +19,9 @@ WRONG = (True, False, "flex", "flash", "p2p", "optim_grads_params", "bfloat16", 
 _SFT = "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"
 _PACKED = {"dataset___target_": _SFT, "dataset__enable_offline_packing": True}
 _BIASED = {
-    "model__add_bias_linear": True,
-    "model__gated_linear_unit": False,
-    "model__bias_activation_fusion": True,
+    "model__add_bias_linear": True, "model__gated_linear_unit": False, "model__bias_activation_fusion": True,
     "model__num_moe_experts": None,
-}
+}  # fmt: skip
 _ODD = {"model__num_layers": 7, "model__pipeline_model_parallel_size": 2}
 _MUON = {"optimizer__optimizer": "muon", "optimizer__use_distributed_optimizer": False}
 # What a row needs beside its field.
@@ -60,34 +58,21 @@ BESIDE = {
     "model.expert_model_parallel_size": {"model__expert_tensor_parallel_size": 2},
 }
 VALUES = {
-    "model.activation_func": ("torch.nn.functional.gelu",),
-    "model.num_layers_in_first_pipeline_stage": (None,),
-    "model.num_layers_in_last_pipeline_stage": (None,),
-    "model.expert_model_parallel_size": (1,),
-    "model.expert_tensor_parallel_size": (2,),
-    "optimizer.muon_tp_mode": ("blockwise", "distributed"),
-    "optimizer.use_layer_wise_distributed_optimizer": (False,),
-    "optimizer.optimizer": ("dist_muon",),
-    "ddp.num_distributed_optimizer_instances": (2,),
-    "model.vocab_size": (1000,),
-    "model.cuda_graph_modules": (["attn", "moe_preprocess"],),
-    "model.cuda_graph_impl": ("full_iteration",),
+    "model.activation_func": ("torch.nn.functional.gelu",), "model.num_layers_in_first_pipeline_stage": (None,),
+    "model.num_layers_in_last_pipeline_stage": (None,), "model.expert_model_parallel_size": (1,),
+    "model.expert_tensor_parallel_size": (2,), "optimizer.muon_tp_mode": ("blockwise", "distributed"),
+    "optimizer.use_layer_wise_distributed_optimizer": (False,), "optimizer.optimizer": ("dist_muon",),
+    "ddp.num_distributed_optimizer_instances": (2,), "model.vocab_size": (1000,),
+    "model.cuda_graph_modules": (["attn", "moe_preprocess"],), "model.cuda_graph_impl": ("full_iteration",),
     "dataset.dataset_kwargs": ({"get_attention_mask_from_fusion": False}, {"get_attention_mask_from_fusion": True}),
-    "dataset.offline_packing_specs.pad_seq_to_mult": (1, 3, 64),
-    "model.recompute_granularity": ("selective",),
-    "model.recompute_modules": (["layernorm", "gdn_norm_out"],),
-    "model.context_parallel_size": (8,),
-    "numerics.context_shards": (8,),
-    "mixed_precision.grad_reduce_in_fp32": (False,),
-    "optimizer.main_params_dtype": ("bfloat16",),
-    "model.moe_mlp_glu_interleave_size": (32,),
-    "checkpoint.async_strategy": ("nvrx",),
-    "cluster.environment.NCCL_ALGO": ("NVLS",),
-    "model.moe_router_dtype": ("float32",),
-    "ddp.suggested_communication_unit_size": (1,),
-    "ddp.fsdp_all_gather_in_start_param_sync": (False,),
-    "train.check_optimizer_step_success": (False,),
-}
+    "dataset.offline_packing_specs.pad_seq_to_mult": (1, 3, 64), "model.recompute_granularity": ("selective",),
+    "model.recompute_modules": (["layernorm", "gdn_norm_out"],), "model.context_parallel_size": (8,),
+    "numerics.context_shards": (8,), "mixed_precision.grad_reduce_in_fp32": (False,),
+    "optimizer.main_params_dtype": ("bfloat16",), "model.moe_mlp_glu_interleave_size": (32,),
+    "checkpoint.async_strategy": ("nvrx",), "cluster.environment.NCCL_ALGO": ("NVLS",),
+    "model.moe_router_dtype": ("float32",), "ddp.suggested_communication_unit_size": (1,),
+    "ddp.fsdp_all_gather_in_start_param_sync": (False,), "train.check_optimizer_step_success": (False,),
+}  # fmt: skip
 OF_CPUS = [variable.name for variable in environment.VARIABLES if variable.devices == ("cpu",)]
 PATHS = [(row, path) for row in ROWS for path in row.paths]
 
@@ -169,18 +154,13 @@ def test_cp_is_as_large_as_it_is_covered_and_so_are_context_shards(beside, cp):
 @pytest.mark.parametrize(
     "layers, pp, message, ends",
     (
-        (92, 8, {}, (10, 10)),
-        (46, 4, {}, (11, 11)),
-        (7, 2, {}, (4, 3)),
-        (9, 8, {}, (2, 1)),
-        (94, 4, {"virtual_pipeline_model_parallel_size": 2}, (24, 22)),
-        (8, 4, {}, (None, None)),
-        (7, 8, {}, (None, None)),
-        (7, 4, {"account_for_embedding_in_pipeline_split": True}, (None, None)),
+        (92, 8, {}, (10, 10)), (46, 4, {}, (11, 11)), (7, 2, {}, (4, 3)), (9, 8, {}, (2, 1)),
+        (94, 4, {"virtual_pipeline_model_parallel_size": 2}, (24, 22)), (8, 4, {}, (None, None)),
+        (7, 8, {}, (None, None)), (7, 4, {"account_for_embedding_in_pipeline_split": True}, (None, None)),
         (7, 2, {"pipeline_model_parallel_layout": "Etttt|tttL"}, (None, None)),
         (7, 2, {"num_layers_in_first_pipeline_stage": 2}, (2, None)),
     ),
-)
+)  # fmt: skip
 def test_the_first_and_the_last_stage_have_other_layers_where_pp_does_not_divide_them(layers, pp, message, ends):
     beside = {f"model__{name}": value for name, value in message.items()}
     config = with_fields(TREE, model__num_layers=layers, model__pipeline_model_parallel_size=pp, **beside)

@@ -24,12 +24,10 @@ gpu_problems = partial(problems_of, device="gpu")
 _ON_HOPPER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # Compute capability, GPUs of a node, its processors, variables.
 SHIPPED = {
-    "h100": ((9, 0), 8, "x86_64", _ON_HOPPER),
-    "h200": ((9, 0), 8, "x86_64", _ON_HOPPER),
+    "h100": ((9, 0), 8, "x86_64", _ON_HOPPER), "h200": ((9, 0), 8, "x86_64", _ON_HOPPER),
     "b300": ((10, 3), 8, "x86_64", {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_IGNORE_CPU_AFFINITY": "1"}),
-    "gb300": ((10, 3), 4, "aarch64", None),
-    "gh200": ((9, 0), 1, "aarch64", None),
-}
+    "gb300": ((10, 3), 4, "aarch64", None), "gh200": ((9, 0), 1, "aarch64", None),
+}  # fmt: skip
 
 
 def test_every_cluster_that_comes_with_tpi_is_in_the_table():

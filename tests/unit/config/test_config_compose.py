@@ -200,13 +200,10 @@ def test_a_broken_file_is_a_message_beside_the_others(own_conf):
 
 # What follows what: (override, path, value).
 FOLLOWS = (
-    ("tp=1", "model.sequence_parallel", False),
-    ("tp=2", "model.sequence_parallel", True),
-    ("seq=64", "dataset.seq_length", 64),
-    ("seed=7", "dataset.random_seed", 7),
-    ("device=cpu", "ddp.use_distributed_optimizer", False),
-    ("device=gpu", "ddp.use_distributed_optimizer", True),
-)
+    ("tp=1", "model.sequence_parallel", False), ("tp=2", "model.sequence_parallel", True),
+    ("seq=64", "dataset.seq_length", 64), ("seed=7", "dataset.random_seed", 7),
+    ("device=cpu", "ddp.use_distributed_optimizer", False), ("device=gpu", "ddp.use_distributed_optimizer", True),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("override, path, value", FOLLOWS)

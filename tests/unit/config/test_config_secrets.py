@@ -15,20 +15,15 @@ FILE = "secret.txt"
 
 # Key and what it is set to.
 LEAKS = (
-    ("run.dir", "${oc.env:TPI_TEST_SECRET}"),
-    ("run.dir", "${ oc.env : TPI_TEST_SECRET }"),
-    ("run.dir", "runs/${oc.env:TPI_TEST_SECRET,none}/a"),
-    ("data.json_key", "'${oc.env:TPI_TEST_SECRET}'"),
+    ("run.dir", "${oc.env:TPI_TEST_SECRET}"), ("run.dir", "${ oc.env : TPI_TEST_SECRET }"),
+    ("run.dir", "runs/${oc.env:TPI_TEST_SECRET,none}/a"), ("data.json_key", "'${oc.env:TPI_TEST_SECRET}'"),
     ("data.json_key", "'${oc.decode:${oc.env:TPI_TEST_SECRET}}'"),
     ("cluster.environment.TOKEN", "${oc.env:TPI_TEST_SECRET}"),
     ("cluster.mounts", "['${oc.env:TPI_TEST_SECRET}:/a']"),
     ("slurm.options", "['--comment=${oc.env:TPI_TEST_SECRET}']"),
-    ("logger.wandb_project", "${oc.env:TPI_TEST_SECRET}"),
-    ("run.dir", "${hydra:runtime.cwd}"),
-    ("run.dir", "${now:%Y}"),
-    ("run.dir", "${oc.select:data.json_key}"),
-    ("run.dir", "${unknown:a}"),
-)
+    ("logger.wandb_project", "${oc.env:TPI_TEST_SECRET}"), ("run.dir", "${hydra:runtime.cwd}"),
+    ("run.dir", "${now:%Y}"), ("run.dir", "${oc.select:data.json_key}"), ("run.dir", "${unknown:a}"),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +75,10 @@ def test_a_users_own_file_is_refused(tmp_path):
 
 
 COMMANDS = (
-    "show qwen3_toy {}",
-    "show qwen3_toy {} --json",
-    "train qwen3_toy {}",
+    "show qwen3_toy {}", "show qwen3_toy {} --json", "train qwen3_toy {}",
     "submit qwen3_toy {} slurm.time=5 device=cpu cluster.gpus_per_node=0 cluster.ranks_per_node=4",
     "train qwen3_toy run.dir={value}",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)

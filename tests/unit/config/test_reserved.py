@@ -12,11 +12,9 @@ VALUES = {"numerics.mode": "stock", "launcher.kind": "local", "ledger.trace": "1
 
 # Command, its arguments but the override.
 COMMANDS = {
-    "submit": ("submit", "qwen3_toy", "--dry-run"),
-    "verify": ("verify", "qwen3_toy", "tp=1,2"),
-    "audit": ("audit", "qwen3_toy", "--against", "tp=2"),
-    "bench": ("bench", "qwen3_toy"),
-}
+    "submit": ("submit", "qwen3_toy", "--dry-run"), "verify": ("verify", "qwen3_toy", "tp=1,2"),
+    "audit": ("audit", "qwen3_toy", "--against", "tp=2"), "bench": ("bench", "qwen3_toy"),
+}  # fmt: skip
 FIELDS = {
     "submit": "launcher.kind",
     "submit --resume": "run.dir launcher.kind checkpoint.ckpt_step",

@@ -79,12 +79,10 @@ def test_the_form_of_a_layer_wise_state_of_experts(optimizer):
 
 EVERYTHING = layout(tp=2, pp=2, dp=4, ep=2)
 READABLE = (
-    (OF_EVERY_RANK, layout(), OF_EVERY_RANK, EVERYTHING),
-    (LAYER_WISE, layout(), LAYER_WISE, EVERYTHING),
-    (DISTRIBUTED, layout(), DISTRIBUTED, EVERYTHING),
-    (DISTRIBUTED, layout(), BUCKETS, EVERYTHING),
+    (OF_EVERY_RANK, layout(), OF_EVERY_RANK, EVERYTHING), (LAYER_WISE, layout(), LAYER_WISE, EVERYTHING),
+    (DISTRIBUTED, layout(), DISTRIBUTED, EVERYTHING), (DISTRIBUTED, layout(), BUCKETS, EVERYTHING),
     (BUCKETS, layout(tp=2, dp=2), DISTRIBUTED, layout(tp=2, dp=1)),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("saved, before, wanted, now", READABLE)
@@ -119,13 +117,10 @@ def test_every_degree_but_dp_decides_what_lies_in_a_buffer(degree):
 
 MOE = {"num_moe_experts": 8}
 SEPARATE = (
-    ("tree", MOE, layout(), True),
-    ("portable", MOE, layout(ep=2, dp=2), True),
-    ("stock", MOE, layout(), False),
-    ("stock", MOE, layout(tp=2), True),
-    ("stock", MOE, layout(ep=2, dp=2), True),
+    ("tree", MOE, layout(), True), ("portable", MOE, layout(ep=2, dp=2), True), ("stock", MOE, layout(), False),
+    ("stock", MOE, layout(tp=2), True), ("stock", MOE, layout(ep=2, dp=2), True),
     ("tree", {"num_moe_experts": None}, layout(tp=2), False),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("mode, model, at, separate", SEPARATE)
@@ -136,13 +131,11 @@ def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, separat
 @pytest.mark.parametrize(
     "before, now, same",
     (
-        ({"dp": 4}, {"dp": 2, "cp": 2}, True),
-        ({"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}, True),
-        ({"dp": 4, "ep": 2}, {"dp": 2, "ep": 2}, False),
-        ({"dp": 2, "ep": 2}, {"dp": 2}, False),
+        ({"dp": 4}, {"dp": 2, "cp": 2}, True), ({"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}, True),
+        ({"dp": 4, "ep": 2}, {"dp": 2, "ep": 2}, False), ({"dp": 2, "ep": 2}, {"dp": 2}, False),
         ({"tp": 2}, {"pp": 2}, False),
     ),
-)
+)  # fmt: skip
 def test_random_states_are_those_of_ranks(before, now, same):
     for first, other in ((before, now), (now, before)):
         assert identity.same_random_states(layout(**first), layout(**other)) is same

@@ -143,15 +143,10 @@ LOCKED = {
 
 # As documents call them -> distribution. What follows the name there, if it is a version, is the pinned one.
 CALLED = {
-    "Megatron-Bridge": "megatron-bridge",
-    "Bridge": "megatron-bridge",
-    "megatron-bridge": "megatron-bridge",
-    "Megatron-Core": "megatron-core",
-    "torchvision": "torchvision",
-    "nvidia-resiliency-ext": "nvidia-resiliency-ext",
-    "PyTorch": "torch",
-    "Transformer Engine": "transformer-engine",
-}
+    "Megatron-Bridge": "megatron-bridge", "Bridge": "megatron-bridge", "megatron-bridge": "megatron-bridge",
+    "Megatron-Core": "megatron-core", "torchvision": "torchvision", "nvidia-resiliency-ext": "nvidia-resiliency-ext",
+    "PyTorch": "torch", "Transformer Engine": "transformer-engine",
+}  # fmt: skip
 NAMED = re.compile(rf"\b({'|'.join(CALLED)})\b(?:\*\*|`)?:? ?(?:==)?\s?(\d+\.\d+\.\d+)")
 
 

@@ -12,23 +12,13 @@ from tp_invariant_recipes.settings.environment import FLASH, VARIABLES
 PAGES = {document.name: document for document in DOCUMENTS}
 # What an engineer searches -> the page that explains it.
 TERMS = {
-    "GEMM": "docs/numerics.md",
-    "MLA": "docs/numerics.md",
-    "MTP": "docs/numerics.md",
-    "GQA": "docs/numerics.md",
-    "SDC": "docs/guard.md",
-    "silent data corruption": "docs/guard.md",
-    "reduce-scatter": "docs/numerics.md",
-    "symmetric memory": "docs/running.md",
-    "all-to-all": "docs/numerics.md",
-    "CUDA graphs": "docs/cuda-graphs.md",
-    "straggler": "docs/troubleshooting.md",
-    "sliding-window attention": "docs/coverage.md",
-    "load-balancing loss": "docs/coverage.md",
-    "attention sinks": "docs/coverage.md",
-    "heartbeat timeout": "docs/running.md",
-    "experiment fingerprint": "docs/glossary.md",
-}
+    "GEMM": "docs/numerics.md", "MLA": "docs/numerics.md", "MTP": "docs/numerics.md", "GQA": "docs/numerics.md",
+    "SDC": "docs/guard.md", "silent data corruption": "docs/guard.md", "reduce-scatter": "docs/numerics.md",
+    "symmetric memory": "docs/running.md", "all-to-all": "docs/numerics.md", "CUDA graphs": "docs/cuda-graphs.md",
+    "straggler": "docs/troubleshooting.md", "sliding-window attention": "docs/coverage.md",
+    "load-balancing loss": "docs/coverage.md", "attention sinks": "docs/coverage.md",
+    "heartbeat timeout": "docs/running.md", "experiment fingerprint": "docs/glossary.md",
+}  # fmt: skip
 QUESTION = re.compile(r"\?$|^(?:how|what|which|is|do|does|can|why)\b", re.IGNORECASE)
 VARIABLE = re.compile(r"[A-Z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+")
 READS = re.compile(r"\b(?:environ|getenv)\b")

@@ -146,16 +146,11 @@ def test_a_field_without_bits_only_reads_or_moves_or_waits():
 
 # A range, the numbers at its ends, and the nearest numbers beyond them.
 ENDS = (
-    (rows.NOT_NEGATIVE, (0,), (-1,)),
-    (rows.COUNT, (1,), (0,)),
-    (rows.POSITIVE, (5e-324,), (0,)),
-    (rows.SHARE, (0, 1), (-5e-324, 1 + 2**-52)),
-    (rows.BELOW_1, (0, 1 - 2**-53), (-5e-324, 1)),
-    (rows.PART, (5e-324, 1), (0, 1 + 2**-52)),
-    (rows.SEED, (1, 2**32 - 2**24), (0, 2**32 - 2**24 + 1)),
-    (rows.NICE, (-20, 19), (-21, 20)),
-    (rows.PORT, (1, 65535), (0, 65536)),
-)
+    (rows.NOT_NEGATIVE, (0,), (-1,)), (rows.COUNT, (1,), (0,)), (rows.POSITIVE, (5e-324,), (0,)),
+    (rows.SHARE, (0, 1), (-5e-324, 1 + 2**-52)), (rows.BELOW_1, (0, 1 - 2**-53), (-5e-324, 1)),
+    (rows.PART, (5e-324, 1), (0, 1 + 2**-52)), (rows.SEED, (1, 2**32 - 2**24), (0, 2**32 - 2**24 + 1)),
+    (rows.NICE, (-20, 19), (-21, 20)), (rows.PORT, (1, 65535), (0, 65536)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ENDS, ids=lambda row: row[0].words)

@@ -162,14 +162,10 @@ def play(tmp_path):
 
 # What srun does in the run directory, what the script's exit status is then, and whether it asks to be queued again.
 ENDS = (
-    ("echo completed >job.ended", 0, False),
-    ("echo completed >job.ended; exit 3", 0, False),
-    ("echo requeue >job.ended; exit 1", 0, True),
-    ("echo stopped >job.ended", 1, False),
-    ("echo failed >job.ended; exit 2", 2, False),
-    ("exit 137", 137, False),
-    ("exit 0", 1, False),
-)
+    ("echo completed >job.ended", 0, False), ("echo completed >job.ended; exit 3", 0, False),
+    ("echo requeue >job.ended; exit 1", 0, True), ("echo stopped >job.ended", 1, False),
+    ("echo failed >job.ended; exit 2", 2, False), ("exit 137", 137, False), ("exit 0", 1, False),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("srun, status, requeued", ENDS, ids=[srun for srun, *_ in ENDS])
@@ -204,12 +200,10 @@ def test_every_word_reaches_the_run_as_typed(play, tmp_path):
 
 # A line of slurm.setup, and what the script says then.
 ENDING = (
-    ("false", "slurm.setup: false\n"),
-    ("exit 0", "slurm.setup has ended the job\n"),
-    ("echo 'open", "slurm.setup: echo 'open\n"),
-    ("if true; then", "slurm.setup: if true; then\n"),
+    ("false", "slurm.setup: false\n"), ("exit 0", "slurm.setup has ended the job\n"),
+    ("echo 'open", "slurm.setup: echo 'open\n"), ("if true; then", "slurm.setup: if true; then\n"),
     ("no_such_command a", "slurm.setup: no_such_command a\n"),
-)
+)  # fmt: skip
 
 
 def _set_up(*lines: str) -> str:

@@ -141,13 +141,11 @@ def test_distance_of_float64_is_that_of_the_ledger(a, b):
 @pytest.mark.parametrize(
     "dtype, a, b, ulp, gap",
     (
-        ("bfloat16", 0x3F80, 0x3F81, 1, 2.0**-7),
-        ("bfloat16", 0x8000, 0x0000, 1, 0.0),
+        ("bfloat16", 0x3F80, 0x3F81, 1, 2.0**-7), ("bfloat16", 0x8000, 0x0000, 1, 0.0),
         ("bfloat16", 0xFF7F, 0x7F7F, 2 * 0x7F7F + 1, 2 * (2 - 2.0**-7) * 2.0**127),
-        ("float16", 0x3C00, 0x3C02, 2, 2.0**-9),
-        ("float16", 0x7BFF, 0x7C00, 1, math.inf),
+        ("float16", 0x3C00, 0x3C02, 2, 2.0**-9), ("float16", 0x7BFF, 0x7C00, 1, math.inf),
     ),
-)
+)  # fmt: skip
 def test_distance_of_two_bytes(dtype, a, b, ulp, gap):
     assert distance(dump_of(dtype, [7, a]), dump_of(dtype, [7, b])) == Distance(2, 1, ulp, gap, 0, (0, 1))
 

@@ -125,14 +125,10 @@ FULL = Header(
 HEAD, STEP = encode_header(FULL), encode_step(RECORD, FULL)
 LEDGER = parse(Path("a/ledger.jsonl"), HEAD + STEP)
 RUN = {
-    "model": "qwen3_toy",
-    "overrides": ["tp=2"],
-    "device": "cpu",
-    "layout": {"tp": 2},
-    "identity": {"rng.seed": 1},
+    "model": "qwen3_toy", "overrides": ["tp=2"], "device": "cpu", "layout": {"tp": 2}, "identity": {"rng.seed": 1},
     "identity_hash": FULL.identity_hash,
     "attempts": [{"from_step": 0, "to_step": 1, "job": {"id": "12"}, "outcome": "completed", "why": None}],
-}
+}  # fmt: skip
 CELLS = [
     Cell(name, name, (name,), 2, 1, FULL.identity_hash, {"tp": 2, "sp": True}, {"mode": "tree"})
     for name in ("tp1", "tp2")
@@ -445,15 +441,12 @@ def test_a_forged_file_is_read_or_refused_with_one_message(kind, every, tmp_path
 @pytest.mark.parametrize(
     "change",
     (
-        {"details": EVIDENCE.details | {"shards": 2**62}},
-        {"details": EVIDENCE.details | {"shards": True}},
+        {"details": EVIDENCE.details | {"shards": 2**62}}, {"details": EVIDENCE.details | {"shards": True}},
         {"details": EVIDENCE.details | {"segments": [4, 0]}},
-        {"details": EVIDENCE.details | {"segments": [2**61, -(2**61), 4]}},
-        {"machine": {"threads": "many"}},
-        {"machine": {"threads": "9" * 30}},
-        {"machine": {"threads": "0"}},
+        {"details": EVIDENCE.details | {"segments": [2**61, -(2**61), 4]}}, {"machine": {"threads": "many"}},
+        {"machine": {"threads": "9" * 30}}, {"machine": {"threads": "0"}},
     ),
-)
+)  # fmt: skip
 def test_evidence_of_no_product_is_refused_at_once(change, tmp_path):
     message = refused_with(evidence_of(OF_PRODUCT), tmp_path, as_json(EVIDENCE.as_json() | change), str(change))
     assert message is not None
@@ -485,12 +478,10 @@ def test_dumps_of_no_linear_layer_are_refused(shape):
         ({"name": "tp1"}, "cells.0 and cells.1 have one name"),
         ({"label": "tp1"}, "cells.0 and cells.1 have one label"),
         ({"overrides": ["tp1"]}, "cells.0 and cells.1 have one set of overrides"),
-        ({"name": "link"}, "cells.0 and cells.1 have one run directory"),
-        ({"name": "../tp1"}, "cells.1.name: "),
-        ({"name": "."}, "cells.1.name: "),
-        ({"ranks": "2"}, "cells.1.ranks: "),
+        ({"name": "link"}, "cells.0 and cells.1 have one run directory"), ({"name": "../tp1"}, "cells.1.name: "),
+        ({"name": "."}, "cells.1.name: "), ({"ranks": "2"}, "cells.1.ranks: "),
     ),
-)
+)  # fmt: skip
 def test_a_matrix_that_compares_a_run_with_itself_is_refused(change, words, tmp_path):
     (tmp_path / "tp1").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "tp1")
@@ -508,22 +499,13 @@ CONFIG = b"train: {train_iters: 1}\n"
 MEMBERS = {"ledger.jsonl": HEAD + STEP, "config.yaml": CONFIG, "run.json": as_json(RUN), "versions.json": b"{}"}
 MEMBERS |= {"environment.json": b"{}"}
 CONFIGS = (
-    b"[" * 1_500,
-    b"train: {train_iters: '1'}",
-    b"train: [1]",
-    b"- train",
-    b"&a [*a]",
+    b"[" * 1_500, b"train: {train_iters: '1'}", b"train: [1]", b"- train", b"&a [*a]",
     b"train: &a {train_iters: 1, x: *a}",
     b"".join(b"a%d: &a%d [%s]\n" % (n, n, b"*a%d," % (n - 1) * 9 if n else b"1") for n in range(12)),
-    b"train: {train_iters: 1, x: 2001-99-99}",
-    b'train: {train_iters: 1, x: "\\ud800"}',
-    b"? [1]\n: 2",
-    b"\xff\xfe",
-    b"!!python/object:os.system x",
-    b"train: {train_iters: 1, x: !!int a}",
-    b"train: {train_iters: %s}" % (b"9" * 5000),
-    b"",
-)
+    b"train: {train_iters: 1, x: 2001-99-99}", b'train: {train_iters: 1, x: "\\ud800"}', b"? [1]\n: 2", b"\xff\xfe",
+    b"!!python/object:os.system x", b"train: {train_iters: 1, x: !!int a}",
+    b"train: {train_iters: %s}" % (b"9" * 5000), b"",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=[repr(config[:24]) for config in CONFIGS])

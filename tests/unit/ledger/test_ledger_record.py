@@ -87,24 +87,14 @@ def test_header_text_does_not_depend_on_the_order_of_keys():
 @pytest.mark.parametrize(
     "changes",
     (
-        {"step": 0},
-        {"step": True},
-        {"step": 1.0},
-        {"samples": -1},
-        {"tokens": None},
-        {"loss": None},
-        {"grad_norm": None},
-        {"learning_rate": None, "skipped": True},
-        {"loss": 6.25},
-        {"loss": "f32:40C80000"},
-        {"skipped": 0},
-        {"evaluations": {"validation": "f32:40c80000"}},
-        {"evaluations": {"validating/0:8": "f32:40c80000"}},
-        {"evaluations": {"validation/0:8": 6.25}},
+        {"step": 0}, {"step": True}, {"step": 1.0}, {"samples": -1}, {"tokens": None}, {"loss": None},
+        {"grad_norm": None}, {"learning_rate": None, "skipped": True}, {"loss": 6.25}, {"loss": "f32:40C80000"},
+        {"skipped": 0}, {"evaluations": {"validation": "f32:40c80000"}},
+        {"evaluations": {"validating/0:8": "f32:40c80000"}}, {"evaluations": {"validation/0:8": 6.25}},
         {"evaluations": {"validation/00:8": "f32:40c80000"}},
     ),
     ids=str,
-)
+)  # fmt: skip
 def test_a_record_refuses_what_is_not_exact(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         replace(numbered_step(1), **changes)

@@ -69,15 +69,11 @@ def test_ports_are_below_those_that_linux_gives_away():
 @pytest.mark.parametrize(
     "before, start, count",
     (
-        ((), 0, 0),
-        (((0, "failed"), (0, None)), 0, 2),
-        (((0, "failed"), (0, "stopped"), (0, "failed")), 0, 1),
-        (((0, "failed"), (0, "failed")), 4, 0),
-        (((0, "failed"), (4, "failed")), 4, 1),
-        (((4, "failed"), (0, "failed")), 4, 0),
-        (((0, "completed"),), 0, 0),
+        ((), 0, 0), (((0, "failed"), (0, None)), 0, 2), (((0, "failed"), (0, "stopped"), (0, "failed")), 0, 1),
+        (((0, "failed"), (0, "failed")), 4, 0), (((0, "failed"), (4, "failed")), 4, 1),
+        (((4, "failed"), (0, "failed")), 4, 0), (((0, "completed"),), 0, 0),
     ),
-)
+)  # fmt: skip
 def test_only_tries_since_the_last_progress_count(before, start, count):
     attempts = [Attempt(from_step=step, outcome=outcome) for step, outcome in before]
     assert consecutive_failures(attempts, start) == count

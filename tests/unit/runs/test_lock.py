@@ -308,12 +308,10 @@ def test_a_directory_that_another_command_has_filled_since_is_refused(locked_run
 
 
 EXECUTED = {
-    "tp_invariant_recipes.jobs.script": (),
-    "tp_invariant_recipes.features.audit.workflow": (None,),
-    "tp_invariant_recipes.features.bench": (None,),
-    "tp_invariant_recipes.features.bisect.workflow": (None,),
+    "tp_invariant_recipes.jobs.script": (), "tp_invariant_recipes.features.audit.workflow": (None,),
+    "tp_invariant_recipes.features.bench": (None,), "tp_invariant_recipes.features.bisect.workflow": (None,),
     "tp_invariant_recipes.features.verify.workflow": (None,),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("module", EXECUTED)

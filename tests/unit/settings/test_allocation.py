@@ -43,13 +43,10 @@ def job_problems(*arguments, environ=None, **fields) -> list[str]:
 
 # tp, dp, fields, what is taken.
 TAKEN = (
-    (1, 1, {}, Allocation(1, 1, 1)),
-    (2, 3, {}, Allocation(1, 6, 6)),
-    (8, 1, {}, Allocation(1, 8, 8)),
-    (8, 2, {}, Allocation(2, 8, 8)),
-    (2, 2, {"cluster__ranks_per_node": 2}, Allocation(2, 2, 2)),
+    (1, 1, {}, Allocation(1, 1, 1)), (2, 3, {}, Allocation(1, 6, 6)), (8, 1, {}, Allocation(1, 8, 8)),
+    (8, 2, {}, Allocation(2, 8, 8)), (2, 2, {"cluster__ranks_per_node": 2}, Allocation(2, 2, 2)),
     (4, 4, {"device": "cpu", "cluster__gpus_per_node": 0, "cluster__ranks_per_node": 4}, Allocation(4, 4, 0)),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("tp, dp, fields, taken", TAKEN)

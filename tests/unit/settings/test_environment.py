@@ -91,12 +91,10 @@ def test_stock_takes_every_variable_of_the_user(device):
 @pytest.mark.parametrize(
     "words, environment, expected",
     (
-        ("numerics=stock tp=2", {}, "1"),
-        ("numerics=stock", {}, None),
-        ("numerics=stock", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"),
-        ("numerics=deterministic", {}, "1"),
+        ("numerics=stock tp=2", {}, "1"), ("numerics=stock", {}, None),
+        ("numerics=stock", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"), ("numerics=deterministic", {}, "1"),
     ),
-)
+)  # fmt: skip
 def test_stock_orders_collectives_where_megatron_asks(words, environment, expected, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     for name, value in environment.items():

@@ -48,12 +48,10 @@ def test_what_is_set_is_that():
 @pytest.mark.parametrize(
     "name, field",
     (
-        ("hidden", "hidden_size"),
-        ("heads", "num_attention_heads"),
-        ("vocabulary", "vocab_size"),
+        ("hidden", "hidden_size"), ("heads", "num_attention_heads"), ("vocabulary", "vocab_size"),
         ("sequence", "seq_length"),
     ),
-)
+)  # fmt: skip
 def test_a_size_that_every_model_has_is_missed_by_its_name(name, field):
     with pytest.raises(KeyError, match=field):
         getattr(ModelShape({key: value for key, value in DENSE.items() if key != field}), name)

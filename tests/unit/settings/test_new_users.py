@@ -35,14 +35,10 @@ GUESSES = (
     ("apply_layernorm_1p=true", "model.layernorm_zero_centered_gamma=true"),
     ("group_query_attention=true", "model.num_query_groups"),
     ("decoder_first_pipeline_num_layers=3", "model.num_layers_in_first_pipeline_stage"),
-    ("log_interval=1", "logger.log_interval"),
-    ("train.log_interval=1", "logger.log_interval"),
-    ("train.lr=1", "lr"),
-    ("megatron.lr=1", "lr"),
-    ("trainer.max_steps=3", "iters"),
-    ("run.virtual_shards=3", "numerics.virtual_shards"),
+    ("log_interval=1", "logger.log_interval"), ("train.log_interval=1", "logger.log_interval"), ("train.lr=1", "lr"),
+    ("megatron.lr=1", "lr"), ("trainer.max_steps=3", "iters"), ("run.virtual_shards=3", "numerics.virtual_shards"),
     ("model.num_layer=3", "model.num_layers"),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("typed, key", GUESSES, ids=[typed for typed, _ in GUESSES])

@@ -133,14 +133,12 @@ def test_other_weights_are_refused(tmp_path, says):
     (
         ("gemma3_1b", "use_bidirectional_attention", True),
         ("qwen25_toy", "layer_types", ["full_attention", "sliding_attention"]),
-        ("qwen3_moe_toy", "hidden_act", "gelu"),
-        ("glm45_toy", "partial_rotary_factor", 0.25),
-        ("olmoe_toy", "clip_qkv", 8.0),
-        ("llama32_toy", "mlp_bias", True),
+        ("qwen3_moe_toy", "hidden_act", "gelu"), ("glm45_toy", "partial_rotary_factor", 0.25),
+        ("olmoe_toy", "clip_qkv", 8.0), ("llama32_toy", "mlp_bias", True),
         ("gpt_oss_toy", "layer_types", ["full_attention"] * 2),
         ("qwen3_next_toy model.mtp_num_layers=null", "hidden_act", "gelu"),
     ),
-)
+)  # fmt: skip
 def test_a_field_that_changes_what_is_computed_is_refused_by_name(tmp_path, model, field, value):
     """Also one that no row names: every field that transformers' class reads has its default or is known."""
     section = hf_folders.model_section(*model.split())
@@ -292,15 +290,12 @@ def test_a_models_config_round_trips(tmp_path):
 @pytest.mark.parametrize(
     "model, field, value",
     (
-        ("qwen3_toy", "no_rope_freq", [0, 1]),
-        ("qwen3_toy", "softmax_scale", 0.5),
-        ("qwen3_moe_toy", "moe_latent_size", 32),
-        ("qwen3_moe_toy", "moe_router_topk_scaling_factor", 2.5),
-        ("qwen3_moe_toy", "moe_router_group_topk", 1),
-        ("gpt_oss_toy", "no_rope_freq", [1, 0]),
+        ("qwen3_toy", "no_rope_freq", [0, 1]), ("qwen3_toy", "softmax_scale", 0.5),
+        ("qwen3_moe_toy", "moe_latent_size", 32), ("qwen3_moe_toy", "moe_router_topk_scaling_factor", 2.5),
+        ("qwen3_moe_toy", "moe_router_group_topk", 1), ("gpt_oss_toy", "no_rope_freq", [1, 0]),
         ("olmoe_toy", "activation_func_clamp_value", 7.0),
     ),
-)
+)  # fmt: skip
 def test_a_model_with_what_no_config_json_says_has_no_architecture(model, field, value):
     """transformers would compute another model from the same weights."""
     like = hf_folders.model_section(model)

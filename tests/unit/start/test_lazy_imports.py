@@ -155,13 +155,11 @@ def test_a_class_has_no_instances_before_the_import_and_its_own_after(put):
 @pytest.mark.parametrize(
     "versions, eager, reason",
     (
-        ({"pytest": pytest.__version__}, "", None),
-        ({"pytest": None}, "", None),
-        ({"pytest": "0.1"}, "", "its imports are known for 0.1"),
-        ({"no-such-thing": None}, "", "not installed"),
+        ({"pytest": pytest.__version__}, "", None), ({"pytest": None}, "", None),
+        ({"pytest": "0.1"}, "", "its imports are known for 0.1"), ({"no-such-thing": None}, "", "not installed"),
         ({"pytest": None}, "1", "TPI_EAGER_IMPORTS=1"),
     ),
-)
+)  # fmt: skip
 def test_only_versions_that_are_known_wait(versions, eager, reason, monkeypatch):
     monkeypatch.setenv(lazy_imports.EAGER, eager)
     result = lazy_imports.reason_against(Deferred(versions, {"zoo": {}}, below="zoo"))

@@ -80,12 +80,10 @@ def _wrapped(code: int) -> RuntimeError:
 @pytest.mark.parametrize(
     "code, says",
     (
-        (errno.ENOSPC, "disk full: "),
-        (errno.EDQUOT, "disk full: the quota"),
-        (errno.EIO, "rank 0 failed: "),
+        (errno.ENOSPC, "disk full: "), (errno.EDQUOT, "disk full: the quota"), (errno.EIO, "rank 0 failed: "),
         (errno.EMFILE, "too many files are open"),
     ),
-)
+)  # fmt: skip
 def test_the_reason_of_a_rank_says_disk_full_though_its_log_has_no_room(monkeypatch, tmp_path, code, says):
     run = RunDir(tmp_path)
     run.logs.mkdir()

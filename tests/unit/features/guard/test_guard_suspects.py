@@ -21,13 +21,10 @@ A, B = ("forward pass of a", (1, 2)), ("forward pass of b", (3, 4))
 @pytest.mark.parametrize(
     "other, unlike",
     (
-        ([A, B], None),
-        ([A, (B[0], (3, 5))], (B[0], 1)),
-        ([("forward pass of c", A[1]), B], (A[0], 0)),
-        ([A], (B[0], 1)),
-        ([A, B, A], ("an operation that only one has", 2)),
+        ([A, B], None), ([A, (B[0], (3, 5))], (B[0], 1)), ([("forward pass of c", A[1]), B], (A[0], 0)),
+        ([A], (B[0], 1)), ([A, B, A], ("an operation that only one has", 2)),
     ),
-)
+)  # fmt: skip
 def test_the_first_operation_of_other_bits_another_name_or_one_replica_alone_is_named(other, unlike):
     assert first_unlike([A, B], other) == unlike
 

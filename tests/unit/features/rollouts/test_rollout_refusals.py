@@ -20,14 +20,11 @@ CONFIGURATIONS = (
     (
         "numerics=tree pp=2 precision=mxfp8",
         (
-            "numerics=portable",
-            "pp=2: a rank of rollouts computes all layers",
-            "pp=1",
-            "precision: FP8 scales",
+            "numerics=portable", "pp=2: a rank of rollouts computes all layers", "pp=1", "precision: FP8 scales",
             "precision=bf16",
         ),
     ),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("words, parts", CONFIGURATIONS)
