@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
-from tp_invariant_recipes.kernels.cpu.numba_loop import by_parts
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.grad_norm import largest
 from tp_invariant_recipes.kernels.launch import TensorPart
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu.numba_loop import by_parts
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 
 CHUNK = 1 << 16  # elements of one program of a kernel; also of plain torch on a CPU at a time, for its cache
 # Elements that a program of each kernel reads at a time, and its warps. With these both read 4.3 TB/s on an H200. With

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from tp_invariant_recipes.cpu_host.stand_ins import layers
+from tp_invariant_recipes.cpu_host.stand_ins import torch_adam
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.tree_modes import Tree
 from tp_invariant_recipes.replacement import Replacement, instead, wrapped
@@ -23,7 +23,7 @@ REPLACEMENTS = (
     instead("megatron.core.transformer.mlp:MLP.forward", "portable.layers:mlp_forward", _STATED),
     instead("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable.layers:apply_rotary_pos_emb",
         _STATED),
-    *layers.ADAM,
+    *torch_adam.REPLACEMENTS,
     wrapped("torch.optim:AdamW", "portable.training:portable_adam", _STATED),
     wrapped("torch.optim:Adam", "portable.training:portable_adam", _STATED),
     wrapped("megatron.core.optimizer_param_scheduler:math", "portable.training:portable_math", _STATED),

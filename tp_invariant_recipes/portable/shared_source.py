@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu import numba_loop
-from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, by_parts
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
+from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS
 
 UNFUSED = {"enable_fp_fusion": False}  # options of a launch
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # by Triton's interpreter, in a kernel

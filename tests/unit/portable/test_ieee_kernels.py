@@ -286,8 +286,11 @@ def test_threads_do_not_change_a_bit():
     "loop, source",
     (
         *((ieee_swiglu._forward_loop, f"portable/{name}.py") for name in ("shared_source", "ieee/math")),
-        *((ieee_swiglu._forward_loop, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_loop")),
-        *((tensor_core_cpu._add_bf16, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_loop")),
+        *(
+            (loop, f"kernels/{name}.py")
+            for loop in (ieee_swiglu._forward_loop, tensor_core_cpu._add_bf16)
+            for name in ("products/restarting_product", "cpu/numba_loop")
+        ),
     ),
 )
 def test_a_kept_loop_follows_all_sources(monkeypatch, loop, source):

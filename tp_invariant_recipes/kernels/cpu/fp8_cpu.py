@@ -18,7 +18,8 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, by_parts, cpu_loop, fma
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
+from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, cpu_loop, fma
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import SMALL, WIDE
 from tp_invariant_recipes.kernels.products.fp8_tiles import KEPT_BITS, LEAST, PROMOTED, STEP, kind
 from tp_invariant_recipes.kernels.products.quantize import Quantized

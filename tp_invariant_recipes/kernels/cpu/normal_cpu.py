@@ -8,7 +8,8 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from tp_invariant_recipes.kernels import normal_quantile
-from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, by_parts, cpu_loop
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
+from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, cpu_loop
 from tp_invariant_recipes.kernels.normal_quantile import (
     MOST_CENTRAL,
     MOST_NEAR,

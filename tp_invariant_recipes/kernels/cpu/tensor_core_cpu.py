@@ -23,7 +23,8 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu.numba_loop import by_parts, cpu_loop, fma, threads
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts, threads
+from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop, fma
 from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, SQUARE, split, step, transpose
 from tp_invariant_recipes.kernels.products.restarting_product import KEPT_BITS, LEAST_TOP, NAN, STEP
 
