@@ -12,7 +12,7 @@ Scores are computed again where they are needed. Only tiles on the diagonal are 
 and ds are zeros, which change no sum. That holds for finite operands: an infinity times such a zero would be NaN here,
 where the form for a CPU leaves it out.
 
-An H200 gave the bits of the form for a CPU (tests/gpu/kernels/test_kernels_attention.py), and so does Triton's
+An H200 gave the bits of the form for a CPU (tests/gpu/kernels/test_kernels.py), and so does Triton's
 interpreter.
 """
 
