@@ -245,105 +245,69 @@ def test_ranks_say_where_they_stand_when_those_of_another_machine_hang(launched)
 # What follows looks at no process.
 
 
-class Clock:
-    """Of the launcher: `pass_` lets time pass, as it looks ten times a second."""
+class Launcher:
+    """Two ranks' signs of life, and the clock of the launcher, which looks at them ten times a second."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, watch: Callable[[], HangWatch]) -> None:
-        self.now = 1000.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limits: Limits | None) -> None:
+        self.now, self.signs = 1000.0, [Sign(0, Phase.STARTING, 0, 0)] * 2
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.watch = watch()
+        self.watch = HangWatch(self.signs, (0, 1), limits)
 
-    def pass_(self, seconds: float, step: float = 0.5, state: str = "S") -> bool:
-        """Whether a rank was overdue meanwhile. state: of the last rank's process."""
+    def give(self, phase: Phase, step: int = 0) -> None:
+        self.signs[:] = [Sign(sign.count + 1, phase, step, 0) for sign in self.signs]
+
+    def overdue(self, seconds: float, state: str = "S", step: float = 0.5) -> bool:
+        """Whether a rank is overdue while time passes. state: of the last rank's process."""
         overdue = False
         for _ in range(round(seconds / step)):
             self.now += step
-            overdue |= self.watch.overdue(["S"] * (len(self.watch.ranks) - 1) + [state])
+            overdue |= self.watch.overdue(["S", state])
         return overdue
 
 
-class Memory:
-    """Heartbeats of ranks in one process."""
-
-    def __init__(self, count: int) -> None:
-        self.signs = [Sign(0, Phase.STARTING, 0, 0)] * count
-
-    def __getitem__(self, index: int) -> Sign:
-        return self.signs[index]
-
-    def give(self, phase: Phase, step: int, *, ranks: tuple[int, ...] = (0, 1)) -> None:
-        for n in ranks:
-            self.signs[n] = Sign(self.signs[n].count + 1, phase, step, 0)
-
-
-@pytest.fixture
-def memory() -> Memory:
-    return Memory(2)
-
-
-def clock_of(monkeypatch, memory, limits) -> Clock:
-    return Clock(monkeypatch, lambda: HangWatch(memory, (0, 1), limits))
+AUTO, SHORT_STEPS = Limits(step=None, long_step=540.0, alone=1800.0), Limits(5.0, 540.0, 1800.0)
+LONG, STEP, BETWEEN, SETTING_UP = Phase.LONG_STEP, Phase.STEP, Phase.BETWEEN, Phase.SETTING_UP
+STOPPED = (55, "T"), (1, "S"), (1, "T")  # and continued
+# What ranks give or for how long they give nothing, as seconds and the state of a process; at the end one is overdue.
+OVERDUE = {
+    "the limit follows the steps of the run": (
+        AUTO, LONG, (300,), BETWEEN, (1,), LONG, (50,), BETWEEN, (1,), STEP, (40,), BETWEEN, (1,), STEP, (40,), BETWEEN,
+        (1,), STEP, (249,), (3,),
+    ),
+    "a checkpoint may take longer than a step": (Limits(1.0, 540.0, 1800.0), STEP, BETWEEN, (1799,), (3,)),
+    **{
+        f"one that is stopped has a minute, in {phase}": (AUTO, phase, (50,), *STOPPED, phase, (55, "T"), (8, "T"))
+        for phase in (SETTING_UP, LONG, STEP, BETWEEN)
+    },
+    "one in a system call keeps the limit of its phase": (AUTO, BETWEEN, (1799, "D"), (3, "D")),
+    "so does one that is traced": (AUTO, BETWEEN, (1799, "t"), (3, "t")),
+    "time in which the launcher was stopped, too": (SHORT_STEPS, STEP, (1,), (3600, "S", 3600), (2,), (3,)),
+}  # fmt: skip
 
 
-AUTO = Limits(step=None, long_step=540.0, alone=1800.0)
+@pytest.mark.parametrize("scene", OVERDUE)
+def test_when_a_rank_is_overdue(monkeypatch, scene):
+    limits, *events = OVERDUE[scene]
+    launcher, results = Launcher(monkeypatch, limits), []
+    for step, event in enumerate(events):
+        if isinstance(event, Phase):
+            launcher.give(event, step)
+        else:
+            results.append(launcher.overdue(*event))
+    assert results == [False] * (len(results) - 1) + [True]
 
 
-def test_the_limit_follows_the_steps_of_the_run(monkeypatch, memory):
-    clock = clock_of(monkeypatch, memory, AUTO)
-    for step, took in ((1, 300), (2, 50), (3, 40), (4, 40)):
-        memory.give(Phase.LONG_STEP if step < 3 else Phase.STEP, step)
-        assert not clock.pass_(took)
-        memory.give(Phase.BETWEEN, step)
-        assert not clock.pass_(1)
-    memory.give(Phase.STEP, 5)
-    assert not clock.pass_(249)
-    assert clock.pass_(3)
+def test_without_limits_no_stopped_rank_is_overdue(monkeypatch):
+    launcher = Launcher(monkeypatch, None)
+    launcher.give(BETWEEN)
+    assert not launcher.overdue(1799, "T")
 
 
-def test_a_checkpoint_may_take_longer_than_a_step(monkeypatch, memory):
-    clock = clock_of(monkeypatch, memory, Limits(1.0, 540.0, 1800.0))
-    memory.give(Phase.STEP, 1)
-    memory.give(Phase.BETWEEN, 1)
-    assert not clock.pass_(1799)
-    assert clock.pass_(3)
-
-
-@pytest.mark.parametrize("phase", (Phase.SETTING_UP, Phase.LONG_STEP, Phase.STEP, Phase.BETWEEN))
-def test_a_rank_that_was_stopped_is_overdue_after_a_minute_in_any_phase(monkeypatch, memory, phase):
-    """As right after a manifest or a line of the ledger, where a rank that runs may take up to half an hour."""
-    clock = clock_of(monkeypatch, memory, AUTO)
-    memory.give(phase, 1)
-    assert not clock.pass_(50)
-    assert not clock.pass_(55, state="T")
-    assert not clock.pass_(1)  # SIGCONT
-    assert not clock.pass_(1, state="T")
-    memory.give(phase, 2)
-    assert not clock.pass_(55, state="T")
-    assert clock.pass_(8, state="T")
-
-
-@pytest.mark.parametrize("limits, state", ((AUTO, "D"), (AUTO, "t"), (None, "T")))
-def test_a_rank_that_was_not_stopped_keeps_the_limit_of_its_phase(monkeypatch, memory, limits, state):
-    clock = clock_of(monkeypatch, memory, limits)
-    memory.give(Phase.BETWEEN, 1)
-    assert not clock.pass_(1799, state=state)
-
-
-def test_process_groups_take_no_half_an_hour_and_the_set_up_around_them_may(monkeypatch, memory):
-    monkeypatch.setattr(rank.heartbeat, "sign", lambda phase: memory.give(phase, 0))
-    clock = clock_of(monkeypatch, memory, AUTO)
-    assert rank.JOINING.make(lambda: clock.pass_(539) or clock.pass_(3))()
-    assert not clock.pass_(1799)
-
-
-def test_time_in_which_the_launcher_was_stopped_too_does_not_count(monkeypatch, memory):
-    """As by Ctrl-Z, or `scontrol suspend`."""
-    clock = clock_of(monkeypatch, memory, Limits(5.0, 540.0, 1800.0))
-    memory.give(Phase.STEP, 1)
-    assert not clock.pass_(1)
-    assert not clock.pass_(3600, step=3600)
-    assert not clock.pass_(2)
-    assert clock.pass_(3)
+def test_process_groups_take_no_half_an_hour_and_the_set_up_around_them_may(monkeypatch):
+    launcher = Launcher(monkeypatch, AUTO)
+    monkeypatch.setattr(rank.heartbeat, "sign", launcher.give)
+    assert rank.JOINING.make(lambda: launcher.overdue(539) or launcher.overdue(3))()
+    assert not launcher.overdue(1799)
 
 
 @pytest.mark.parametrize(
@@ -384,21 +348,18 @@ def stand(rank: int, count: int, standing: str, place: str = "in step 4") -> Ran
     return RankState(rank, count, place, "has not ended step 4", 90.0, standing, (f"{standing} there",))
 
 
-def test_who_is_behind_is_named_before_all_others():
-    """Though it waits, too: a GPU that never ends looks like that."""
-    rank_states = [stand(0, 9, "waits"), stand(1, 8, "waits", "in step 3"), stand(2, 9, "busy")]
-    assert [suspect.rank for suspect in suspects(rank_states)] == [1]
+# Ranks that hang -> those that are to blame: who is behind, though it waits, as where a GPU never ends; who is stopped,
+# wherever; of those that are equally far who does not wait.
+BLAMED = (
+    ([stand(0, 9, "waits"), stand(1, 8, "waits", "in step 3"), stand(2, 9, "busy")], [1]),
+    ([stand(0, 8, "waits", "in step 3"), stand(1, 9, "stopped", "after step 3")], [1]),
+    ([stand(0, 9, "waits"), stand(1, 9, "busy"), stand(2, 9, "silent")], [1, 2]),
+)
 
 
-def test_a_stopped_rank_is_to_blame_wherever_it_was():
-    """One that waits for it before the end of a step is further behind."""
-    rank_states = [stand(0, 8, "waits", "in step 3"), stand(1, 9, "stopped", "after step 3")]
-    assert [suspect.rank for suspect in suspects(rank_states)] == [1]
-
-
-def test_of_those_that_are_equally_far_it_is_the_one_that_does_not_wait():
-    rank_states = [stand(0, 9, "waits"), stand(1, 9, "busy"), stand(2, 9, "silent")]
-    assert [suspect.rank for suspect in suspects(rank_states)] == [1, 2]
+@pytest.mark.parametrize("rank_states, ranks", BLAMED)
+def test_those_to_blame_are_named(rank_states, ranks):
+    assert [suspect.rank for suspect in suspects(rank_states)] == ranks
 
 
 def test_where_all_wait_no_one_is_blamed():
