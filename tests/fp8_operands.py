@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.gemm.quantize import BLOCK, E4M3, E5M2, Quantized
 
 KINDS = ("tensor", "1x128", "128x128")  # b's blocks; a's are 1x128 for both of blocks
 TYPES = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import rounded
-from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2, Quantized
 
 RECORDED = dict(np.load(Path(__file__).parent / "data" / "fp8_hopper.npz"))
 CASES = sorted({name.split("/")[0] for name in RECORDED})

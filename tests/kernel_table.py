@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests import fp8_operands
 from tests.operands import ATTENTION_KINDS, KINDS, any_bits, finite_operands, normal, same_bits, sample
-from tests.unit.kernels.products import test_mxfp8
+from tests.unit.kernels.gemm import test_mxfp8
 from tests.unit.numerics.sums import test_grad_norm
 from tests.unit.portable import test_cached_attention, test_draw
 from tp_invariant_recipes.kernels import (
@@ -36,12 +36,12 @@ from tp_invariant_recipes.kernels import (
     row_sums,
     tree_add,
 )
+from tp_invariant_recipes.kernels.gemm import fp8_tiles, mxfp8, quantize
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2
 from tp_invariant_recipes.kernels.launch import TensorPart
-from tp_invariant_recipes.kernels.products import fp8_tiles, mxfp8, quantize
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
+from tp_invariant_recipes.numerics.gemm import fp8
 from tp_invariant_recipes.numerics.megatron import init
-from tp_invariant_recipes.numerics.products import fp8
 from tp_invariant_recipes.numerics.sums.grad_norm import exact_grad_norm
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
@@ -324,7 +324,7 @@ def _into(function: Callable[..., Any], a: Any, b: Any, out: Any, *more: Any) ->
 
 
 def _tiles(a: Any, b: Any, out: Tensor, add: bool) -> None:
-    (fp8_tiles.product if out.is_cuda else fp8.on_cpu)(a, b, out, add)
+    (fp8_tiles.gemm if out.is_cuda else fp8.on_cpu)(a, b, out, add)
 
 
 def _nodes(a: Any, b: Any, mesh: VirtualMesh, segments: tuple[int, ...]) -> Tensor:
@@ -367,7 +367,7 @@ def _fp8(large: bool) -> Calls:
         x = quantize.Quantized(x.data, torch.rand(len(sizes)) + 0.5) if kind == "tensor" else x
         weights = [fp8_operands.operands(kind, 1, 272, 512, (E4M3, E4M3), seed)[1] for seed in range(len(sizes))]
         groups = Groups(sizes, torch.tensor(sizes))
-        yield _into, fp8.grouped_product, x, weights, torch.zeros(sum(sizes), 272, dtype=dtype), groups
+        yield _into, fp8.grouped_gemm, x, weights, torch.zeros(sum(sizes), 272, dtype=dtype), groups
     for kind, sizes in (
         *product(("tensor",), ((16, 0, 48, 144), (3, 0, 130, 7))),
         *product(KINDS_1D, ((128, 0, 256, 128),)),

@@ -37,7 +37,7 @@ class _Base(torch.nn.Module):
             if bias:
                 self.register_parameter(its_bias, _parameter(rows, dtype=params_dtype))
 
-    def product(self, x: Tensor) -> Tensor:
+    def gemm(self, x: Tensor) -> Tensor:
         """Its forward without a norm."""
         from megatron.core import tensor_parallel as tp
 
@@ -76,7 +76,7 @@ class Linear(_Base):
 
     def forward(self, inp: Tensor, is_first_microbatch=None, fp8_output=False, fp8_grad=False) -> Tensor:
         """[s/t or s, b, k] or [s, b, k/t] → [s, b, n/t] or [s/t or s, b, n]."""
-        return self.product(inp)
+        return self.gemm(inp)
 
 
 class LayerNormLinear(_Base):
@@ -105,7 +105,7 @@ class LayerNormLinear(_Base):
             normal = F.rms_norm(inp, shape, weight, self.eps)
         else:
             normal = F.layer_norm(inp, shape, weight, self.layer_norm_bias, self.eps)
-        y = self.product(normal)
+        y = self.gemm(normal)
         return (y, normal) if self.return_layernorm_output else y
 
 

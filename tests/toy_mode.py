@@ -2,17 +2,17 @@
 
 import torch
 
-from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, Plain, Products
+from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, Gemms, Plain
 from tp_invariant_recipes.numerics.tree_modes import Tree
 
 
-def product(a, b, out, **shards):
-    """As `products.product.product`, with operands that keep three bits."""
-    return LIBRARY.product(*(x.to(torch.float8_e4m3fn).to(x.dtype) for x in (a, b)), out, **shards)
+def gemm(a, b, out, **shards):
+    """As `numerics.gemm.gemm.gemm`, with operands that keep three bits."""
+    return LIBRARY.gemm(*(x.to(torch.float8_e4m3fn).to(x.dtype) for x in (a, b)), out, **shards)
 
 
 def partials(a, b, *shards):
-    """As `products.cpu.partials`, with operands that keep three bits."""
+    """As `numerics.gemm.cpu.partials`, with operands that keep three bits."""
     return LIBRARY.partials(*(x.to(torch.float8_e4m3fn).to(x.dtype) for x in (a, b)), *shards)
 
 
@@ -23,7 +23,7 @@ class Toy(Tree):
     covers = frozenset()
 
     def operands(self):
-        return Plain(Products(product, partials))
+        return Plain(Gemms(gemm, partials))
 
     def definition(self, device):
         return "toy 1"

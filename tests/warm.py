@@ -134,9 +134,9 @@ def begin(*, planted: bool) -> None:
 
     planted: whether the run gets a fault; then nothing is known of its arithmetic.
     """
+    from tp_invariant_recipes.numerics.gemm import cpu
     from tp_invariant_recipes.numerics.layers import attention
     from tp_invariant_recipes.numerics.megatron import init
-    from tp_invariant_recipes.numerics.products import cpu
     from tp_invariant_recipes.portable import definition
 
     init.COMPILED = 0

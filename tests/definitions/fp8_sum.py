@@ -1,13 +1,13 @@
-"""The product that kernels/products/fp8_tiles.py defines, in numpy: a step at a time, as its text says it."""
+"""The product that kernels/gemm/fp8_tiles.py defines, in numpy: a step at a time, as its text says it."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tests.definitions.tensor_core_sum import NO_EXPONENT, fma
-from tp_invariant_recipes.kernels.products.fp8_tiles import KEPT_BITS, LEAST, PROMOTED, STEP, kind
-from tp_invariant_recipes.kernels.products.quantize import Quantized
-from tp_invariant_recipes.kernels.products.restarting_product import NAN
+from tp_invariant_recipes.kernels.gemm.fp8_tiles import KEPT_BITS, LEAST, PROMOTED, STEP, kind
+from tp_invariant_recipes.kernels.gemm.quantize import Quantized
+from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import NAN
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]

@@ -1,10 +1,10 @@
-"""kernels/products/mxfp8.py in plain torch."""
+"""kernels/gemm/mxfp8.py in plain torch."""
 
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.mxfp8 import BLOCK, TYPES, Pair
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
+from tp_invariant_recipes.kernels.gemm.mxfp8 import BLOCK, TYPES, Pair
 
 ABOVE = 96  # a significand of more than 1 + 96/128 is above that of the largest number, 1.75, in both
 INFINITY = 0x7F80  # bits of bf16

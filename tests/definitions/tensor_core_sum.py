@@ -1,9 +1,9 @@
-"""The sum that kernels/products/restarting_product.py defines, in numpy: a term at a time, as its text says it."""
+"""The sum that kernels/gemm/segmented_k_gemm.py defines, in numpy: a term at a time, as its text says it."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tp_invariant_recipes.kernels.products.restarting_product import KEPT_BITS, LEAST_TOP, NAN, STEP
+from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import KEPT_BITS, LEAST_TOP, NAN, STEP
 
 INFINITY = 0x7F800000
 NO_EXPONENT = -(2**20)  # below every exponent: of a zero
@@ -105,12 +105,12 @@ def fma(x: NDArray, y: NDArray, z: NDArray) -> NDArray[np.float32]:
     "Emulation of FMA and correctly rounded sums", 2008), which the second rounding cannot spoil.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        product, addend = x.astype(np.float64) * y.astype(np.float64), np.broadcast_to(z, np.broadcast(x, y, z).shape)
+        gemm, addend = x.astype(np.float64) * y.astype(np.float64), np.broadcast_to(z, np.broadcast(x, y, z).shape)
         addend = addend.astype(np.float64)
-        product = np.broadcast_to(product, addend.shape)
-        sums = product + addend
-        back = sums - product
-        error = (product - (sums - back)) + (addend - back)  # exact: Knuth's TwoSum
+        gemm = np.broadcast_to(gemm, addend.shape)
+        sums = gemm + addend
+        back = sums - gemm
+        error = (gemm - (sums - back)) + (addend - back)  # exact: Knuth's TwoSum
         even = (sums.view(np.int64) & 1) == 0
         toward = np.where((error > 0) == (sums > 0), 1, -1)  # the neighbour on the other side of the error is odd
         odd = (sums.view(np.int64) + toward).view(np.float64)

@@ -125,7 +125,7 @@ def fewer_kept_bits() -> None:
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 
     tensor_core_cpu.KEPT_BITS -= 1
-    tensor_core_cpu.product.__kwdefaults__["kept"] -= 1  # taken from KEPT_BITS where `product` is defined
+    tensor_core_cpu.gemm.__kwdefaults__["kept"] -= 1  # taken from KEPT_BITS where `product` is defined
 
 
 def unchecked(arithmetic: Callable[[], None]) -> Callable[[], None]:

@@ -161,7 +161,7 @@ def _after_the_update(kind: str, when: str) -> Callable[[_Now], None]:
 
 def _defined(now: _Now) -> None:
     """Spoil what the backend of numerics=portable computes, before a sample is taken of it."""
-    from tp_invariant_recipes.numerics.products import defined
+    from tp_invariant_recipes.numerics.gemm import defined
 
     by_numba = defined.by_numba
 
@@ -174,8 +174,8 @@ def _defined(now: _Now) -> None:
 
 
 KERNELS: dict[str, Callable[[_Now], None]] = {
-    "product": _function("tp_invariant_recipes.numerics.products.cpu", "product"),
-    "contraction": _function("tp_invariant_recipes.numerics.products.cpu", "_batch"),
+    "product": _function("tp_invariant_recipes.numerics.gemm.cpu", "gemm"),
+    "contraction": _function("tp_invariant_recipes.numerics.gemm.cpu", "_batch"),
     "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_batched"), "norm": _norm,
     "norm of heads": _norm_of_heads, "activation": _activation,
     "experts": _function("tp_invariant_recipes.numerics.layers.formats.plain", "Plain.multiply_groups"),

@@ -13,7 +13,7 @@ TILE = 128
 
 def plant() -> None:
     """The lowest bit of every output of the first tile of each product, at every launch; graphs capture it."""
-    from tp_invariant_recipes.numerics.products import defined
+    from tp_invariant_recipes.numerics.gemm import defined
 
     choose = defined.chosen
 

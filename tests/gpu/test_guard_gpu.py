@@ -6,7 +6,7 @@ import torch
 from tests.gpu.commands import steps, tpi
 from tp_invariant_recipes.features.guard.judge import Judge
 from tp_invariant_recipes.ledger import evidence
-from tp_invariant_recipes.numerics.products import defined, judge, sampling
+from tp_invariant_recipes.numerics.gemm import defined, judge, sampling
 
 pytestmark = pytest.mark.gpu
 

@@ -125,11 +125,11 @@ def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, reco
 
     report: list[dict[str, Any]] = []
     console = terminal.console_of_its_own()
-    for name, recording, product in checks:
+    for name, recording, gemm in checks:
         with busy(console, f"computing {len(recording.cases)} cases: {name}"):
-            different = differences(recording, product)
+            different = differences(recording, gemm)
         described = [difference.__dict__ for difference in different]
-        known = definition.name(recording, None if recorded else product) if different else None
+        known = definition.name(recording, None if recorded else gemm) if different else None
         report.append({"what": name, "cases": len(recording.cases), "different": described, "known_sum": known})
         if as_json:
             continue

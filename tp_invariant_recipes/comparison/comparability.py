@@ -86,7 +86,7 @@ def products(header: Header) -> list[Span]:
     return spans(header, lambda changed: str(changed.get(f"device.{_PRODUCT}", first)))
 
 
-def changed_products(before: Header, version: str | None, step: int) -> str | None:
+def changed_gemms(before: Header, version: str | None, step: int) -> str | None:
     """Return what to tell a tree run on a GPU that resumes with another definition of a product; None: nothing."""
     earlier = [name for start, name in products(before) if start <= step]
     if not earlier or version is None or earlier[-1] == version:
@@ -97,7 +97,7 @@ def changed_products(before: Header, version: str | None, step: int) -> str | No
     )
 
 
-def other_products(a: Header, b: Header, step: int | None) -> str | None:
+def other_gemms(a: Header, b: Header, step: int | None) -> str | None:
     """One sentence about two tree runs on GPUs whose products have other definitions; None: they have the same.
 
     step: of the first difference; None: no compared bit differs. A difference before the definitions part is one.

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_invariant_recipes.comparison.comparability import across_machines, other_products
+from tp_invariant_recipes.comparison.comparability import across_machines, other_gemms
 from tp_invariant_recipes.comparison.compare import Comparison, Verdict
 from tp_invariant_recipes.comparison.explanation import LABELS, run_name
 from tp_invariant_recipes.comparison.magnitude import DUMPED, magnitude_line
@@ -104,7 +104,7 @@ def machine_remark(comparison: Comparison) -> list[str]:
     """Why these two runs were not promised equal bits, or that they were although their machines differ."""
     a, b = comparison.a.header, comparison.b.header
     step = comparison.first.step if comparison.first else None
-    remark = across_machines(a, b, comparison.verdict is Verdict.DIFFERENT) or other_products(a, b, step)
+    remark = across_machines(a, b, comparison.verdict is Verdict.DIFFERENT) or other_gemms(a, b, step)
     return [remark] if remark else []
 
 

@@ -282,7 +282,7 @@ def _changed_arithmetic(plan: Plan, step: int) -> str | None:
     """Get a sentence if products have another definition after `step` than before, or a CPU has other instructions."""
     version = mode.definition(plan.config.numerics.mode, plan.device)
     header = streamed(plan.run_dir.ledger).header
-    changed = comparability.changed_products(header, version, step) if version else None
+    changed = comparability.changed_gemms(header, version, step) if version else None
     if plan.device == "cpu" and plan.here and changed is None:
         return comparability.changed_processor(header, processor.capability(), step)
     return changed

@@ -57,7 +57,7 @@ class Mode(ABC):
     covers:           of EXPERTS … FP64_NORM, what it has invariant versions of; check/invariant/ refuses the rest.
     graphs:           options of cuda_graph= that its layers were captured with.
     any_machine:      whether every machine that computes it gives the same bits, not one architecture alone.
-    tries_products:   whether cuBLAS computes after a trial (numerics/products/defined.py), at a cost in memory.
+    tries_products:   whether cuBLAS computes after a trial (numerics/gemm/defined.py), at a cost in memory.
     gathers_operands: whether a rank holds whole operands of a split product.
     layers:           stock class -> MODULE:CLASS of this package, where they differ from megatron/spec.py's table.
     """

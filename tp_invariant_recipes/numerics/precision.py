@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-# What a ledger's header calls the arithmetic of the GEMMs (kernels/products/fp8_tiles.py) and of scales (quantize.py).
+# What a ledger's header calls the arithmetic of the GEMMs (kernels/gemm/fp8_tiles.py) and of scales (quantize.py).
 DEFINITION = "fp8 tiles 1"
-# And that of rounding to MXFP8 (kernels/products/mxfp8.py); its products are those of bf16.
+# And that of rounding to MXFP8 (kernels/gemm/mxfp8.py); its products are those of bf16.
 MXFP8 = "mxfp8 1"
 
 

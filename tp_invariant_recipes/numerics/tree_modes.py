@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
     from tp_invariant_recipes.numerics.layers.formats.plain import Plain
 
-# On a GPU: what kernels/products/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py
+# On a GPU: what kernels/gemm/fixed_tile_gemm.py computes. Whoever changes what numerics/gemm/gemm.py
 # computes so that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product
 # is what a library gives for one shard, on the shard's own shape; that has no name. Triton's version belongs to the
 # name: it compiles these tiles, and the sums over rows of norms and losses.
@@ -54,7 +54,7 @@ class Tree(mode.Mode):
     def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
         """Any machine will do whose fixed tiles walk k in order: products are defined on the one at hand."""
         if gpu is not None:
-            from tp_invariant_recipes.numerics.products.product import require_order
+            from tp_invariant_recipes.numerics.gemm.gemm import require_order
 
             require_order(f"cuda:{gpu}")
 

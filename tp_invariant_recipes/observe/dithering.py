@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tp_invariant_recipes.numerics.products.cublas import trying
+from tp_invariant_recipes.numerics.gemm.cublas import trying
 from tp_invariant_recipes.observe.placement import NOTHING, class_names
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,7 +5,7 @@ operands, a and b are their bits, c the bits of the fp32 output. Its metadata na
 every case, the kernels that gave exactly these bits (mmasync and mmawg: Triton's tl.dot with 1 and 4 warps, with the
 tile of k; fma: the same for fp32 operands; cublas; cublaswide: the corner of a cuBLAS product 32 times as tall and as
 wide). `fp8_hopper.safetensors` has products of FP8 that cuBLAS gave on an H200 and an H100; KIND names the types of the
-operands and the blocks of b (kernels/products/quantize.py), a and b [n, k] are bytes, sa and sb their scales. `write`
+operands and the blocks of b (kernels/gemm/quantize.py), a and b [n, k] are bytes, sa and sb their scales. `write`
 makes such a file of another GPU.
 """
 
@@ -27,9 +27,9 @@ from torch import Tensor
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2, Blocks, Quantized
-from tp_invariant_recipes.kernels.products.restarting_product import NAN
+from tp_invariant_recipes.kernels.gemm.fixed_tile_gemm import fixed_tile_gemm
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2, Blocks, Quantized
+from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import NAN
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
 
 BUILT_IN, FP8 = (Path(__file__).with_name(f"{name}.safetensors") for name in ("tensor_core_h200", "fp8_hopper"))
@@ -125,13 +125,13 @@ def read(file: Path = BUILT_IN) -> Recording:
     )
 
 
-def differences(recording: Recording, product: Product) -> list[Difference]:
+def differences(recording: Recording, gemm: Product) -> list[Difference]:
     """Return the cases of which `product`, on operands where a case has them, gives other bits. Every fp32 NaN counts
     as one:
     the units for fp32 keep a NaN's sign and payload, and the definition does not."""
     mismatches = []
     for case in recording.cases:
-        computed, recorded = outputs(case, product), _canonical_nan(case, case.bits)
+        computed, recorded = outputs(case, gemm), _canonical_nan(case, case.bits)
         where = np.argwhere(computed != recorded)
         if where.size:
             row, column = map(int, where[0])
@@ -140,37 +140,37 @@ def differences(recording: Recording, product: Product) -> list[Difference]:
     return mismatches
 
 
-def outputs(case: Case, product: Product) -> NDArray[np.uint32]:
+def outputs(case: Case, gemm: Product) -> NDArray[np.uint32]:
     """Bits of the fp32 output of `product` for a case's operands."""
-    return _canonical_nan(case, product(case.a, case.b).cpu().contiguous().numpy().view(np.uint32))
+    return _canonical_nan(case, gemm(case.a, case.b).cpu().contiguous().numpy().view(np.uint32))
 
 
 def by_definition(a: Operand, b: Operand) -> Tensor:
-    """Compute a @ b by kernels/products/restarting_product.py, or a @ b^T by kernels/products/fp8_tiles.py, on CPUs."""
+    """Compute a @ b by kernels/gemm/segmented_k_gemm.py, or a @ b^T by kernels/gemm/fp8_tiles.py, on CPUs."""
     from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu  # load numba
 
-    return fp8_cpu.product(a, b) if isinstance(a, Quantized) else tensor_core_cpu.product(a, b)  # type: ignore[arg-type]
+    return fp8_cpu.gemm(a, b) if isinstance(a, Quantized) else tensor_core_cpu.gemm(a, b)  # type: ignore[arg-type]
 
 
 def on_gpu(index: int) -> Product:
     """Return the product of fixed tiles on a GPU, which every other product there must agree with."""
 
-    def product(a: Any, b: Any) -> Tensor:
+    def gemm(a: Any, b: Any) -> Tensor:
         with torch.cuda.device(index):
             if isinstance(a, Quantized):
-                from tp_invariant_recipes.kernels.products import fp8_tiles
+                from tp_invariant_recipes.kernels.gemm import fp8_tiles
 
                 a, b = (Quantized(x.data.cuda(), x.scale.cuda(), x.blocks) for x in (a, b))
                 out = torch.empty(len(a.data), len(b.data), device=a.data.device)
-                fp8_tiles.product(a, b, out, False)
+                fp8_tiles.gemm(a, b, out, False)
                 return out
             a, b = a.cuda(), b.cuda()
-            return fixed_tile_product(a, b, torch.empty(a.shape[0], b.shape[1], device=a.device))
+            return fixed_tile_gemm(a, b, torch.empty(a.shape[0], b.shape[1], device=a.device))
 
-    return product
+    return gemm
 
 
-def write(file: Path, recording: Recording, product: Product, metadata: dict[str, str]) -> None:
+def write(file: Path, recording: Recording, gemm: Product, metadata: dict[str, str]) -> None:
     """Write what `product` gives for a recording's operands.
 
     metadata: `gpu`, `capability` and `torch`, as `BUILT_IN` has them.
@@ -185,7 +185,7 @@ def write(file: Path, recording: Recording, product: Product, metadata: dict[str
                 kind = case.name.partition("/")[0]
                 word = torch.int16 if kind == "bf16" else torch.int32
                 tensors[f"{case.name}/{part}"] = operand.contiguous().view(word).numpy().view(WORDS[kind])
-        tensors[f"{case.name}/c"] = outputs(case, product)
+        tensors[f"{case.name}/c"] = outputs(case, gemm)
     write_atomically(file, save(tensors, metadata=metadata))
 
 

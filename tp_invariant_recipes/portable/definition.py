@@ -1,6 +1,6 @@
 """numerics=portable: arithmetic that is stated to the last bit, so that every machine that computes it has one ledger.
 
-`DEFINITION` is the version of all statements together: kernels/products/restarting_product.py (products),
+`DEFINITION` is the version of all statements together: kernels/gemm/segmented_k_gemm.py (products),
 portable/ieee/ (all else), and the orders of sums across shards (numerics/sums/tree.py). Whoever changes one of them
 so that a bit changes raises it; ledgers of two versions are not promised to be equal.
 """
@@ -27,7 +27,7 @@ def ampere(a: Tensor, b: Tensor) -> Tensor:
     """
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu  # loads numba
 
-    return tensor_core_cpu.product(_spread(a), _spread(b.t()).t(), kept=24)
+    return tensor_core_cpu.gemm(_spread(a), _spread(b.t()).t(), kept=24)
 
 
 SUMS: tuple[tuple[str, Callable[[Tensor, Tensor], Tensor]], ...] = (
@@ -35,7 +35,7 @@ SUMS: tuple[tuple[str, Callable[[Tensor, Tensor], Tensor]], ...] = (
 )
 
 
-def name(recording: conformance.Recording, product: conformance.Product | None) -> str | None:
+def name(recording: conformance.Recording, gemm: conformance.Product | None) -> str | None:
     """Name the sum that `product` is in all bf16 cases of a recording; None: no row of SUMS.
 
     product: of a device; None: the recording's own bits are what a device gave.
@@ -43,7 +43,7 @@ def name(recording: conformance.Recording, product: conformance.Product | None) 
     cases = [case for case in recording.cases if case.name.startswith("bf16/")]
     if not cases:
         return None
-    bits = [case.bits if product is None else conformance.outputs(case, product) for case in cases]
+    bits = [case.bits if gemm is None else conformance.outputs(case, gemm) for case in cases]
     for text, other in SUMS:
         if all(
             np.array_equal(conformance.outputs(case, other), given) for case, given in zip(cases, bits, strict=True)

@@ -7,11 +7,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
+from tp_invariant_recipes.numerics.gemm import sampling
+from tp_invariant_recipes.numerics.gemm.defined import gemm
 from tp_invariant_recipes.numerics.layers.experts.experts import Activation
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.megatron.router import InvariantSequentialMLP, InvariantTopKRouter
-from tp_invariant_recipes.numerics.products import sampling
-from tp_invariant_recipes.numerics.products.defined import product
 from tp_invariant_recipes.portable import cached_pass
 from tp_invariant_recipes.portable.definition import DEFINITION
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
@@ -42,7 +42,7 @@ STATED = Activation(_activation, _activation_backward)
 class PortableTopKRouter(InvariantTopKRouter):
     """Chooses the experts of each token as portable/ieee/router.py defines it."""
 
-    products = staticmethod(product)
+    products = staticmethod(gemm)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[s/t, b, E] → probabilities and routing map, [n, E]."""

@@ -52,11 +52,11 @@ class Portable(Tree):
         require_conformance(gpu, fp8=fp8)
 
     def operands(self) -> "Plain":
-        """Products by numerics/products/defined.py."""
-        from tp_invariant_recipes.numerics.layers.formats.plain import Plain, Products
-        from tp_invariant_recipes.numerics.products import defined
+        """Products by numerics/gemm/defined.py."""
+        from tp_invariant_recipes.numerics.gemm import defined
+        from tp_invariant_recipes.numerics.layers.formats.plain import Gemms, Plain
 
-        return Plain(Products(defined.product, defined.partials))
+        return Plain(Gemms(defined.gemm, defined.partials))
 
     def norm(self) -> "norm.NormKernels":
         """portable/ieee/norm.py."""

@@ -354,7 +354,7 @@ def _working(
     moments = [matrix + int(max(_backward(config, batch, layer) for layer in held))]
     arithmetic = config.numerics.arithmetic
     tries = arithmetic is not None and arithmetic.tries_products and config.device.kind == "gpu"
-    # numerics/products/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the
+    # numerics/gemm/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the
     # operands.
     trial = 6 * hidden * FP32 if tries else 0
     others = 0  # logits of later tokens
@@ -365,7 +365,7 @@ def _working(
         moments.append(logits * (batch.element + FP32) + (gathered * largest + hidden) * batch.element)
         others = config.shape.depths * logits * (batch.element + FP32)
         if tries:
-            # numerics/products/cublas.py tries the output matrix's first gradient: three of it in fp32, and its
+            # numerics/gemm/cublas.py tries the output matrix's first gradient: three of it in fp32, and its
             # operand.
             trial = max(trial, 2 * logits * batch.element + 3 * largest * FP32)
     working = max(moments) + others

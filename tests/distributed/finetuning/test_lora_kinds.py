@@ -123,7 +123,7 @@ def test_stock_adapters_have_not(shared, model, words):
 
 
 def _scales_by_rank() -> None:
-    from tp_invariant_recipes.numerics.products import quantize
+    from tp_invariant_recipes.numerics.gemm import quantize
 
     real = quantize.of_tensor_both_ways
     quantize.of_tensor_both_ways = lambda x, dtype, group: real(x, dtype, None)

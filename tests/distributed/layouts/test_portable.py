@@ -78,14 +78,14 @@ def _steps_of_eight() -> None:
 
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 
-    original = tensor_core_cpu.product
+    original = tensor_core_cpu.gemm
 
     def spread(x, dim):
         x = x.movedim(dim, -1)
         x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
         return torch.nn.functional.pad(x, (0, 8)).flatten(-2).movedim(-1, dim)
 
-    tensor_core_cpu.product = lambda a, b, **kept: original(spread(a, 1), spread(b, 0), **kept)
+    tensor_core_cpu.gemm = lambda a, b, **kept: original(spread(a, 1), spread(b, 0), **kept)
 
 
 @pytest.mark.parametrize("arithmetic", (fewer_kept_bits, pytest.param(_steps_of_eight, marks=pytest.mark.release)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.ranks import FIRST, Split, sliced
-from tp_invariant_recipes.kernels.products.quantize import E5M2
+from tp_invariant_recipes.kernels.gemm.quantize import E5M2
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.formats import plain

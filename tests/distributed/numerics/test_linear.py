@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.distributed.numerics.linear_runs import ALONE, DEGREES, FORMATS, NAMES, SHARDS, Layer, run, tensors
 from tests.distributed.ranks import on_ranks, sliced, together, unequal
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.gemm.fixed_tile_gemm import fixed_tile_gemm
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.formats.plain import GATHERED
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, rms_norm
@@ -81,8 +81,8 @@ def test_the_published_scheme_is_one_product_of_whole_tensors(results, name):
         layer = Layer(column, main_grad=False)
         x, weight, bias, dy = tensors(FORMATS[name], layer)
         summed, operands = ("input gradient", (dy, weight)) if column else ("output", (x, weight.t()))
-        product = fixed_tile_product(operands[0][:, 0], operands[1], torch.empty_like(x if column else dy)[:, 0])
-        expected = product if column else product + bias
+        gemm = fixed_tile_gemm(operands[0][:, 0], operands[1], torch.empty_like(x if column else dy)[:, 0])
+        expected = gemm if column else gemm + bias
         gathered, tree = (
             together([rank[0][form, layer] for rank in results[4]]) for form in (name, name.replace("gather", "tree"))
         )

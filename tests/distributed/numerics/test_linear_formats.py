@@ -9,10 +9,11 @@ from tests.definitions.fp8_sum import fp8_product
 from tests.distributed.numerics.linear_runs import ALONE, FORMATS, SHARDS, K, Layer, N, run, tensors
 from tests.distributed.ranks import on_ranks, together, unequal
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.products import mxfp8
-from tp_invariant_recipes.kernels.products import quantize as definition
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
+from tp_invariant_recipes.kernels.gemm import mxfp8
+from tp_invariant_recipes.kernels.gemm import quantize as definition
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2
+from tp_invariant_recipes.numerics.gemm import fp8, quantize
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.experts import experts
 from tp_invariant_recipes.numerics.layers.experts.experts import grouped_linear
@@ -21,7 +22,6 @@ from tp_invariant_recipes.numerics.layers.formats import fp8 as fp8_format
 from tp_invariant_recipes.numerics.layers.formats import plain
 from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8, Mxfp8
 from tp_invariant_recipes.numerics.megatron.data_parallel import zeroing_contexts
-from tp_invariant_recipes.numerics.products import fp8, quantize
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 

@@ -15,11 +15,11 @@ import torch
 
 from tests.gpu.kernels.operands import normal_on_gpu
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics.gemm.probe import cancelling_attention
 from tp_invariant_recipes.numerics.layers import attention as attentions
 from tp_invariant_recipes.numerics.layers.attention import GRADIENTS, TENSORS, Operands, outcome, same
 from tp_invariant_recipes.numerics.megatron import replacements
 from tp_invariant_recipes.numerics.megatron.attention.core_attention import backend_in_force
-from tp_invariant_recipes.numerics.products.probe import cancelling_attention
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.replacement import applied

@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups, grouped_gemm, grouped_weight_gradient
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
@@ -20,8 +20,8 @@ def _all(x, dy, weights, sizes):
     """Output, input gradient and weight gradients of experts."""
     groups = Groups(sizes, torch.tensor(sizes, device=x.device))
     y, dx = torch.empty(len(x), weights[0].shape[0], dtype=x.dtype, device="cuda"), torch.empty_like(x)
-    grouped_product(x, weights, y, groups, transposed=True)
-    grouped_product(dy, weights, dx, groups, transposed=False)
+    grouped_gemm(x, weights, y, groups, transposed=True)
+    grouped_gemm(dy, weights, dx, groups, transposed=False)
     outs = [torch.ones(weight.shape, device="cuda") for weight in weights]
     grouped_weight_gradient(dy, x, outs, groups)
     return y, dx, outs

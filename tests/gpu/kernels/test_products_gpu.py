@@ -16,15 +16,15 @@ from tests import fp8_operands, fp8_recorded, kernel_table
 from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.cpu import fp8_cpu
-from tp_invariant_recipes.kernels.products import fp8_tiles
-from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product
-from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.gemm import fp8_tiles
+from tp_invariant_recipes.kernels.gemm.fixed_tile_gemm import fixed_tile_gemm
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups, grouped_gemm
+from tp_invariant_recipes.kernels.gemm.quantize import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.numerics.gemm import cublas, defined, fp8, fp8_cublas
+from tp_invariant_recipes.numerics.gemm.defined import by_fixed_tile_gemm
+from tp_invariant_recipes.numerics.gemm.gemm import gemm, require_order
+from tp_invariant_recipes.numerics.gemm.probe import DRAWS, cancelling
 from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
-from tp_invariant_recipes.numerics.products import cublas, defined, fp8, fp8_cublas
-from tp_invariant_recipes.numerics.products.defined import by_fixed_tiles
-from tp_invariant_recipes.numerics.products.probe import DRAWS, cancelling
-from tp_invariant_recipes.numerics.products.product import product, require_order
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.portable import conformance
 
@@ -74,7 +74,7 @@ def _plain(dtype):
         lambda m, k, n: (normal_on_gpu(m, k, dtype=dtype), normal_on_gpu(k, n, dtype=dtype)),
         lambda a, b: cancelling(a, b, generator()),
         lambda a, rows: a[rows], lambda b, columns: b[:, columns],
-        lambda a, b, out, add: product(a, b, out, add=add), by_fixed_tiles, cublas.launch,
+        lambda a, b, out, add: gemm(a, b, out, add=add), by_fixed_tile_gemm, cublas.launch,
         lambda: defined._cublas_is_exact, ((dtype, False), (FP32, True)),
         (64, 32768, 64) if dtype == BF16 else (64, 1024, 64),
     )  # fmt: skip
@@ -87,7 +87,7 @@ def _of_rows(x, rows):
 def _fp8(kind, types=(E4M3, E4M3)):
     return Form(
         lambda m, k, n: tuple(drawn_fp8(kind, m, n, k, types)), lambda a, b: DRAWS[1](a, b, generator()),
-        _of_rows, _of_rows, lambda a, b, out, add: fp8.product(a, b, out, add=add), fp8_tiles.product,
+        _of_rows, _of_rows, lambda a, b, out, add: fp8.gemm(a, b, out, add=add), fp8_tiles.gemm,
         fp8_cublas.launch, lambda: fp8_cublas._is_exact, ((FP32, False), (BF16, False), (FP32, True)), (64, 24576, 64),
     )  # fmt: skip
 
@@ -118,13 +118,13 @@ def by(way, a, b, there, add=False):
 
 def by_grouped_tiles(a, b, out, add):
     rows = Groups((len(a),), torch.tensor([len(a)], device="cuda"))
-    grouped_product(a.contiguous(), [b.contiguous()], out, rows, transposed=False)
+    grouped_gemm(a.contiguous(), [b.contiguous()], out, rows, transposed=False)
 
 
-@pytest.mark.parametrize("way", (by_fixed_tiles, by_grouped_tiles), ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", (by_fixed_tile_gemm, by_grouped_tiles), ids=lambda way: way.__name__)
 def test_tiles_give_what_is_recorded(way):
-    cases = tuple(case for case in conformance.read().cases if case.a.dtype == BF16 or way is by_fixed_tiles)
-    assert {case.a.dtype for case in cases} == ({BF16, FP32} if way is by_fixed_tiles else {BF16})
+    cases = tuple(case for case in conformance.read().cases if case.a.dtype == BF16 or way is by_fixed_tile_gemm)
+    assert {case.a.dtype for case in cases} == ({BF16, FP32} if way is by_fixed_tile_gemm else {BF16})
 
     def whole(a, b):
         return by(way, a.cuda(), b.cuda(), torch.empty(a.shape[0], b.shape[1], device="cuda"))
@@ -136,14 +136,14 @@ def test_tiles_give_what_is_recorded(way):
 def test_tiles_of_fp8_give_what_is_recorded(case):
     a, b, forms = fp8_recorded.recorded(case)
     out = torch.empty(len(a.data), len(b.data), device="cuda")
-    fp8_tiles.product(kernel_table.moved(a), kernel_table.moved(b), out, False)
+    fp8_tiles.gemm(kernel_table.moved(a), kernel_table.moved(b), out, False)
     same = fp8_recorded.same_as_recorded(out.cpu(), forms)
     assert same
     assert all(same.values()), same
 
 
 def test_tiles_walk_k_in_order():
-    """tests/unit/numerics/products/test_product_order.py shows that the check sees other orders."""
+    """tests/unit/numerics/gemm/test_product_order.py shows that the check sees other orders."""
     require_order.cache_clear()
     require_order("cuda:0")
 
@@ -157,15 +157,15 @@ def test_subnormal_numbers_have_the_exponent_of_the_smallest_normal_one(kind):
         a.data.copy_((torch.randint(0, least, a.data.shape, device="cuda") + signs).to(torch.uint8).view(dtype))
         spread = torch.exp2(torch.randint(-7, 7, (64, 512), device="cuda"))
         b.data.copy_((torch.randn(64, 512, device="cuda") * spread).to(E4M3))
-        expected = fp8_cpu.product(*(Quantized(x.data.cpu(), x.scale.cpu(), x.blocks) for x in (a, b)))
-        for way in (fp8_tiles.product, fp8_cublas.launch):
+        expected = fp8_cpu.gemm(*(Quantized(x.data.cpu(), x.scale.cpu(), x.blocks) for x in (a, b)))
+        for way in (fp8_tiles.gemm, fp8_cublas.launch):
             assert same_bits(by(way, a, b, torch.empty(64, 64, device="cuda")).cpu(), expected), way
 
 
 def test_fast_accumulation_has_other_bits():
     """The control: what stock's forward pass computes."""
     a, b = drawn_fp8("tensor", 256, 256, 4096, (E4M3, E4M3))
-    result = fp8.product(a, b, torch.empty(256, 256, device="cuda"))
+    result = fp8.gemm(a, b, torch.empty(256, 256, device="cuda"))
     fast = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=FP32, use_fast_accum=True)
     assert (result != fast).float().mean() > 0.5
 
@@ -180,7 +180,7 @@ SHAPES = (
 
 
 def _tiled(a, b, dtype=FP32):
-    return fixed_tile_product(a, b, torch.empty(a.shape[0], b.shape[1], dtype=dtype, device="cuda"))
+    return fixed_tile_gemm(a, b, torch.empty(a.shape[0], b.shape[1], dtype=dtype, device="cuda"))
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -191,7 +191,7 @@ def test_tiles_are_correct_and_round_once_and_a_slice_is_that_of_slices(shape, n
     assert (whole - reference).norm() < 1e-4 * reference.norm()  # tensor cores cut where others round
     assert same_bits(_tiled(a, b, BF16), whole.bfloat16())
     there = torch.randn_like(whole)
-    assert same_bits(fixed_tile_product(a, b, there.clone(), add=True), whole + there)
+    assert same_bits(fixed_tile_gemm(a, b, there.clone(), add=True), whole + there)
     for rows in (slice(0, 1), slice(1, 3), slice(shape[0] // 3, None), slice(shape[0] // 8), slice(None)):
         for columns in (slice(0, 1), slice(2, 7), slice(shape[2] // 2 + 1, None), slice(shape[2] // 8), slice(None)):
             assert same_bits(_tiled(a[rows], b[:, columns]), whole[rows, columns])
@@ -218,7 +218,7 @@ def test_the_layout_in_memory_changes_no_bit(shape, name):
         for y in _layouts(b):
             assert same_bits(_tiled(x, y), whole)
     for out in _layouts(torch.zeros_like(whole)):
-        assert same_bits(fixed_tile_product(a, b, out), whole)
+        assert same_bits(fixed_tile_gemm(a, b, out), whole)
 
 
 def test_elements_beyond_two_to_the_31st_have_their_place():
@@ -272,15 +272,15 @@ def test_separate_rows_and_columns_have_the_bits_of_the_whole(kind, name):
     """In the place of a slice and as copies; whatever computes each, it is that of fixed tiles."""
     form = FORMS[name]
     a, b, there, add = _laid_out(name, kind)
-    whole = by(form.product, a, b, there, add)
+    whole = by(form.gemm, a, b, there, add)
     assert same_bits(whole, by(form.tiles, a, b, there, add))
     if name in PLAIN:
-        assert same_bits(product(a, b, there.clone(), rows=8, add=add), whole)
+        assert same_bits(gemm(a, b, there.clone(), rows=8, add=add), whole)
     for x, y, where in _pieces(form, a, b, there):
         in_place = there.clone()
-        form.product(x, y, in_place[where], add)
+        form.gemm(x, y, in_place[where], add)
         assert same_bits(in_place[where], whole[where])
-        assert same_bits(by(form.product, x, y, there[where], add), whole[where])
+        assert same_bits(by(form.gemm, x, y, there[where], add), whole[where])
     decided = form.known()
     print(f"\n{kind}, {name}: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS")
     if name in PLAIN:  # an H200's cuBLAS adds products of fp32 to the output in another way
@@ -309,7 +309,7 @@ def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles(name):
         a, b = form.drawn(m, k, n)
         fill(a, b, generator(3))
         there = torch.zeros(m, n, device="cuda")
-        result = by(form.product, a, b, there)
+        result = by(form.gemm, a, b, there)
         assert list(form.known().values()) == [False]
         assert same_bits(result, by(form.tiles, a, b, there))
         differ += not same_bits(result, by(form.cublas, a, b, there))
@@ -328,7 +328,7 @@ def test_a_product_that_a_capture_meets_first_is_that_of_fixed_tiles(warm, name)
         by(form.tiles, a, b, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        form.product(a, b, out, False)
+        form.gemm(a, b, out, False)
     assert form.known() == {}
     assert not out.any()
     graph.replay()
@@ -357,7 +357,7 @@ def test_the_trial_takes_cublas(name, types, out):
     for (m, k, n), (dtype, add) in ((shape, out) for shape in shapes for out in outs):
         a, b = form.drawn(m, k, n)
         there = output(m, n, dtype)
-        assert same_bits(by(form.product, a, b, there, add), by(form.tiles, a, b, there, add))
+        assert same_bits(by(form.gemm, a, b, there, add), by(form.tiles, a, b, there, add))
     decided = [*form.known().values()]
     print(sum(decided), "of", len(decided), "kinds of product by cuBLAS")
     assert len(decided) == len(shapes) * len(outs)
@@ -371,8 +371,8 @@ def test_cublas_computes_a_shard_of_k_in_its_place(kind):
     for add in (False, True):
         for part in ((0, 1024), (1024, 1024), (BLOCK, 2048)):
             there, parts = output(512, 1024, FP32), (a.along_k(*part), b.along_k(*part))
-            expected = by(fp8_tiles.product, *parts, there, add)
-            assert same_bits(fp8.product(*parts, there, add=add), expected)
+            expected = by(fp8_tiles.gemm, *parts, there, add)
+            assert same_bits(fp8.gemm(*parts, there, add=add), expected)
     assert all(fp8_cublas._is_exact.values())
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tests.unit.kernels.products.test_mxfp8 import operand
-from tp_invariant_recipes.kernels.products import mxfp8
-from tp_invariant_recipes.kernels.products import quantize as definition
-from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
-from tp_invariant_recipes.numerics.products import quantize
+from tests.unit.kernels.gemm.test_mxfp8 import operand
+from tp_invariant_recipes.kernels.gemm import mxfp8
+from tp_invariant_recipes.kernels.gemm import quantize as definition
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2
+from tp_invariant_recipes.numerics.gemm import quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

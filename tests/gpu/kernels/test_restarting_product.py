@@ -13,12 +13,12 @@ from tests.gpu.kernels.operands import beside_another_stream
 from tests.gpu.kernels.test_products_gpu import FORMS, _fp8, generator
 from tests.kernel_table import moved
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.products import restarting_product as kernel
-from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
-from tp_invariant_recipes.kernels.products.restarting_product import Cut
-from tp_invariant_recipes.numerics.products import contraction, fp8
-from tp_invariant_recipes.numerics.products import product as products
-from tp_invariant_recipes.numerics.products.probe import DRAWS, cancelling
+from tp_invariant_recipes.kernels.gemm import segmented_k_gemm as kernel
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2
+from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import Cut
+from tp_invariant_recipes.numerics.gemm import contraction, fp8
+from tp_invariant_recipes.numerics.gemm import gemm as gemms
+from tp_invariant_recipes.numerics.gemm.probe import DRAWS, cancelling
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
@@ -54,7 +54,7 @@ def drawn(name, m, n, size, cut, transposed=True, types=(E4M3, E4M3)):
 
 def both(a, b, out, cut, add):
     first, other = out.clone(), out.clone()
-    kernel.restarting_product(a, b, first, cut, add)
+    kernel.segmented_k_gemm(a, b, first, cut, add)
     kernel.in_order(a, b, other, cut, add)
     return first, other
 
@@ -92,7 +92,7 @@ def test_it_repeats_beside_another_stream(name, dtype):
     out = torch.empty(4096, 4096, device="cuda", dtype=dtype)
     _, expected = both(a, b, out, cut, False)
     for _ in beside_another_stream():
-        kernel.restarting_product(a, b, out, cut, False)
+        kernel.segmented_k_gemm(a, b, out, cut, False)
         assert same_bits(out, expected)
 
 
@@ -104,10 +104,10 @@ def test_other_borders_have_other_bits(name):
     whole, in_turn = torch.zeros(2, 256, 256, device="cuda")
     first, other = both(a, b, torch.zeros_like(whole), cut, False)
     assert same_bits(first, other)
-    form.product(a, b, whole, False)
+    form.gemm(a, b, whole, False)
     for k in cut.slices(2048):
         parts = (a[:, k], b[k]) if name == "bf16" else (x.along_k(k.start, 512) for x in (a, b))
-        form.product(*parts, in_turn, True)
+        form.gemm(*parts, in_turn, True)
     assert not same_bits(first, whole)
     assert not same_bits(first, in_turn)
     torch.testing.assert_close(first, whole, rtol=1e-4, atol=0.5)  # not another sum
@@ -118,16 +118,16 @@ def test_a_rank_has_the_same_sums(shards, segments):
     """Of all nodes, whatever computes them; and within the capture of a CUDA graph, after a trial."""
     mesh, sizes = VirtualMesh(shards, 1, 0, graphs=True), (256 * shards,) * segments
     a, b = FORMS["bf16"].drawn(512, sum(sizes), 384)
-    sums = contraction.nodes(a, b, mesh, sizes, products.product)
+    sums = contraction.nodes(a, b, mesh, sizes, gemms.gemm)
     assert set(contraction._restarting_is_exact.values()) == ({True} if shards * segments > 1 else set())
-    separate = contraction._looped(a, b, mesh, sizes, products.product)
+    separate = contraction._looped(a, b, mesh, sizes, gemms.gemm)
     assert same_bits(tree_sum(sums), tree_sum(separate))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = contraction.nodes(a, b, mesh, sizes, products.product)
+        captured = contraction.nodes(a, b, mesh, sizes, gemms.gemm)
     a.copy_(torch.randn_like(a))
     graph.replay()
-    assert same_bits(captured, contraction.nodes(a, b, mesh, sizes, products.product))
+    assert same_bits(captured, contraction.nodes(a, b, mesh, sizes, gemms.gemm))
     assert not same_bits(captured, sums)
 
 
@@ -157,17 +157,17 @@ def test_a_wrong_kernel_is_refused(monkeypatch):
     out = torch.randn(128, 128, device="cuda")
 
     def without_borders(a, b, out, cut, add):
-        products.product(a, b, out, add=add)
+        gemms.gemm(a, b, out, add=add)
 
     def backwards(a, b, out, cut, add):
         total = torch.zeros_like(out)
         for k in reversed(cut.slices(a.shape[1])):
-            products.product(a[:, k], b[k], total, add=True)
+            gemms.gemm(a[:, k], b[k], total, add=True)
         out.copy_(out + total if add else total)
 
     for wrong in (without_borders, backwards):
         with monkeypatch.context() as patched:
             patched.setattr(contraction, "_restarting_is_exact", {})
-            patched.setattr(kernel, "restarting_product", wrong)
+            patched.setattr(kernel, "segmented_k_gemm", wrong)
             assert not contraction._matches_definition(a, b, out, cut, add=False)
     assert contraction._matches_definition(a, b, out, cut, add=False)

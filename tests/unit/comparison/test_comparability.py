@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.comparison.ledgers import HEADER, A, ledger
-from tp_invariant_recipes.comparison.comparability import across_machines, changed_processor, other_products
+from tp_invariant_recipes.comparison.comparability import across_machines, changed_processor, other_gemms
 from tp_invariant_recipes.comparison.compare import compare
 from tp_invariant_recipes.comparison.text import remarks
 from tp_invariant_recipes.features.train.result import start_lines
@@ -120,7 +120,7 @@ def test_a_difference_of_two_definitions_is_not_promised_to_be_none(data_regress
     """Initial weights, those before step 1, do not come from products."""
     sentences = {}
     for (title, headers), step in itertools.product(DEFINITIONS.items(), (0, 1, 3, 4, None)):
-        sentence = other_products(*headers, step)
+        sentence = other_gemms(*headers, step)
         where = "equal" if step is None else f"first difference at step {step}"
         sentences[f"{title}, {where}"] = sentence and sentence.replace(ON_GPU, "TODAY'S")
     data_regression.check(sentences, fullpath=SENTENCES / "products.yml")

@@ -12,10 +12,10 @@ from tests.definitions.fp8_sum import KEPT_BITS, _accumulated, _split
 from tests.fp8_operands import KINDS, TYPES, operands
 from tests.operands import same_bits
 from tests.unit.portable.attention_interpreted import fused, rounded_to_bf16
-from tp_invariant_recipes.kernels.products import fp8_tiles
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized
-from tp_invariant_recipes.numerics.products import fp8
+from tp_invariant_recipes.kernels.gemm import fp8_tiles
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
+from tp_invariant_recipes.kernels.gemm.quantize import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.numerics.gemm import fp8
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 OF_TRITON = {"fp8e4nv": E4M3, "fp8e5": E5M2}
@@ -57,8 +57,8 @@ def differing(kept, kind, types, m, n, k):
     results = []
     for dtype, add in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
         out = torch.randn(n, m).t().to(dtype)
-        expected = fp8.product(a, b, out.clone(), add=add)
-        fp8_tiles.product(a, b, out, add)
+        expected = fp8.gemm(a, b, out.clone(), add=add)
+        fp8_tiles.gemm(a, b, out, add)
         if not same_bits(out, expected):
             results.append((dtype, add))
     return results
@@ -91,8 +91,8 @@ def experts_differing(kind, sizes=(3, 0, 66, 7), n=70, k=256):
         _, weight = operands(kind, 1, n, k, (E4M3, E4M3), seed=place)
         weights.append(Quantized(memory[place], weight.scale, weight.blocks))
     out, expected = torch.full((2, sum(sizes), n), 7.0, dtype=torch.bfloat16)
-    fp8.grouped_product(x, weights, expected, groups)
-    fp8_tiles.grouped_product(x, weights, out, groups)
+    fp8.grouped_gemm(x, weights, expected, groups)
+    fp8_tiles.grouped_gemm(x, weights, out, groups)
     if not same_bits(out, expected):
         result.append("forward product")
     if kind == "128x128":

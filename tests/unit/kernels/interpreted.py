@@ -27,8 +27,8 @@ from tests import kernel_table
 from tests import operands as operands_of
 from tests.operands import same_bits
 from tests.unit.kernels import fp8_interpreted, test_delta_rule
-from tests.unit.kernels.products import test_mxfp8
-from tests.unit.kernels.products.test_fixed_tile_product import RAGGED, layouts, operands
+from tests.unit.kernels.gemm import test_mxfp8
+from tests.unit.kernels.gemm.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.numerics.sums.test_grad_norm import kernel_cases
 from tests.unit.portable import attention_interpreted
 from tp_invariant_recipes.kernels import (
@@ -41,9 +41,9 @@ from tp_invariant_recipes.kernels import (
     row_sums,
     tree_add,
 )
+from tp_invariant_recipes.kernels.gemm import fixed_tile_gemm, grouped_gemm, mxfp8
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3
 from tp_invariant_recipes.kernels.launch import TensorPart
-from tp_invariant_recipes.kernels.products import fixed_tile_product, grouped_product, mxfp8
-from tp_invariant_recipes.kernels.products.quantize import E4M3
 from tp_invariant_recipes.numerics.layers import delta_net
 from tp_invariant_recipes.numerics.sums import peer_memory
 
@@ -230,12 +230,12 @@ def experts_products_are_correct_whoever_lies_beside():
     x, dy = torch.randn(sum(sizes), k), torch.randn(sum(sizes), n)
 
     def all_of(x, dy, weights, sizes):
-        groups = grouped_product.Groups(sizes, torch.tensor(sizes))
+        groups = grouped_gemm.Groups(sizes, torch.tensor(sizes))
         y, dx = torch.full((len(x), n), 7.0), torch.full_like(x, 7.0)
-        grouped_product.grouped_product(x, weights, y, groups, transposed=True)
-        grouped_product.grouped_product(dy, weights, dx, groups, transposed=False)
+        grouped_gemm.grouped_gemm(x, weights, y, groups, transposed=True)
+        grouped_gemm.grouped_gemm(dy, weights, dx, groups, transposed=False)
         outs = [torch.ones(n, k) for _ in sizes]
-        grouped_product.grouped_weight_gradient(dy, x, outs, groups)
+        grouped_gemm.grouped_weight_gradient(dy, x, outs, groups)
         return y, dx, outs
 
     y, dx, outs = all_of(x, dy, weights, sizes)
@@ -253,19 +253,19 @@ def experts_products_are_correct_whoever_lies_beside():
         assert same_bits(all_of(*ended, [weight.clone()], (size + 45,))[2][0], out)
         at += size
     captured = torch.full_like(y, 7.0)
-    grouped_product.grouped_product(
-        x, weights, captured, grouped_product.Groups((), torch.tensor(sizes), sum(sizes)), transposed=True
+    grouped_gemm.grouped_gemm(
+        x, weights, captured, grouped_gemm.Groups((), torch.tensor(sizes), sum(sizes)), transposed=True
     )
     assert same_bits(captured, y)
     chained = [torch.randn(n, k) for _ in range(2)]
     expected = [out.clone() for out in chained]
     zeros = [torch.zeros(n, k) for _ in sizes]
-    groups = grouped_product.Groups(sizes, torch.tensor(sizes))
-    grouped_product.grouped_weight_gradient(dy, x, zeros, groups)
+    groups = grouped_gemm.Groups(sizes, torch.tensor(sizes))
+    grouped_gemm.grouped_weight_gradient(dy, x, zeros, groups)
     for number, out in enumerate(expected):
         for link in (1, 0):
             out += zeros[2 * number + link]
-    grouped_product.grouped_weight_gradient(dy, x, chained, groups, (1, 0))
+    grouped_gemm.grouped_weight_gradient(dy, x, chained, groups, (1, 0))
     assert all(map(same_bits, chained, expected))
 
 
@@ -298,7 +298,7 @@ def gradient_norms_have_the_bits_of_plain_torch():
 
 def fixed_tile_products_are_correct():
     """The interpreter cannot multiply bf16, so the tile of bf16 multiplies fp32 here."""
-    tiles = fixed_tile_product.TILES
+    tiles = fixed_tile_gemm.TILES
     for tile in list(tiles.values()):
         tiles[torch.float32] = tile
         for shape in RAGGED:
@@ -307,7 +307,7 @@ def fixed_tile_products_are_correct():
             there = torch.randn(expected.shape)
             for x, y, out, add in zip(layouts(a), layouts(b), layouts(there), (False, True, True), strict=True):
                 before = out.double() * add
-                fixed_tile_product.launch(x, y, out, add)
+                fixed_tile_gemm.launch(x, y, out, add)
                 torch.testing.assert_close(out.double(), before + expected, rtol=1e-5, atol=2e-5)
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.unit.kernels.compiled import ptx
 from tp_invariant_recipes.kernels import cross_entropy, delta_rule
+from tp_invariant_recipes.kernels.gemm import mxfp8
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.products import mxfp8
 
 # kernel -> types of its tensors, its numbers, its constants
 KERNELS = {

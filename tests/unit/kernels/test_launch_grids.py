@@ -22,9 +22,9 @@ from tp_invariant_recipes.kernels import (
     row_sums,
     tree_add,
 )
+from tp_invariant_recipes.kernels.gemm import fp8_tiles, grouped_gemm, mxfp8
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3
 from tp_invariant_recipes.kernels.launch import ALONG_Y, Kernel
-from tp_invariant_recipes.kernels.products import fp8_tiles, grouped_product, mxfp8
-from tp_invariant_recipes.kernels.products.quantize import E4M3
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import attention as ieee_attention
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
@@ -131,7 +131,7 @@ def test_every_kernel_is_launched(grids):
         if isinstance(kernel, Kernel)
     }
     assert every - grids.keys() == {
-        tiles for item in (grouped_product, fp8_tiles) for tiles in (item.PRODUCT, item.WEIGHT_GRADIENT)
+        tiles for item in (grouped_gemm, fp8_tiles) for tiles in (item.PRODUCT, item.WEIGHT_GRADIENT)
     }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tp_invariant_recipes.numerics.products.cublas import tried, trying
+from tp_invariant_recipes.numerics.gemm.cublas import tried, trying
 from tp_invariant_recipes.observe.dithering import Dither, dithered
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tests.definitions.fp8_sum import fp8_product
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
-from tp_invariant_recipes.kernels.products.quantize import BLOCK, Quantized
+from tp_invariant_recipes.kernels.gemm.quantize import BLOCK, Quantized
 from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.portable import conformance, definition
 from tp_invariant_recipes.portable.mode import MODE
@@ -24,12 +24,12 @@ by_definition = conformance.by_definition
 CASES = len(conformance.built_in().cases)
 
 
-def with_bf16(product):
+def with_bf16(gemm):
     """A GPU that multiplies bf16 in this way."""
-    return lambda a, b: (by_definition if isinstance(a, Quantized) or a.dtype == torch.float32 else product)(a, b)
+    return lambda a, b: (by_definition if isinstance(a, Quantized) or a.dtype == torch.float32 else gemm)(a, b)
 
 
-of_24_bits = with_bf16(partial(tensor_core_cpu.product, kept=24))
+of_24_bits = with_bf16(partial(tensor_core_cpu.gemm, kept=24))
 of_ampere = with_bf16(definition.ampere)  # which test_recorded_words.py compares with such cards
 
 
@@ -56,10 +56,10 @@ def test_the_definition_conforms():
     assert conformance.differences(built_in, conformance.by_definition) == []
 
 
-@pytest.mark.parametrize("product", (of_24_bits, of_ampere), ids=("24 bits", "ampere"))
-def test_a_gpu_that_adds_in_another_way_differs(product):
+@pytest.mark.parametrize("gemm", (of_24_bits, of_ampere), ids=("24 bits", "ampere"))
+def test_a_gpu_that_adds_in_another_way_differs(gemm):
     wide = conformance.Recording("", tuple(c for c in conformance.read().cases if c.name.endswith("512_wide")))
-    (difference,) = conformance.differences(wide, product)
+    (difference,) = conformance.differences(wide, gemm)
     assert f"bf16/512_wide: {difference.count} of 1024 outputs differ" in str(difference)
     assert difference.recorded != difference.computed
 
@@ -158,12 +158,12 @@ def test_without_a_gpu_it_checks_the_cpu(monkeypatch, cli):
     assert re.match(rf"this CPU \(\w+\) adds in another way: \d+ of {CASES} cases differ\n  bf16/512_wide: ", done.out)
 
 
-@pytest.mark.parametrize("product, status", ((by_definition, 0), (of_24_bits, 1)), ids=("same", "24 bits"))
-def test_a_recording_of_a_cpu_is_written_and_checked(monkeypatch, cli, tmp_path, product, status):
+@pytest.mark.parametrize("gemm, status", ((by_definition, 0), (of_24_bits, 1)), ids=("same", "24 bits"))
+def test_a_recording_of_a_cpu_is_written_and_checked(monkeypatch, cli, tmp_path, gemm, status):
     monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", list)
     file = tmp_path / "here.safetensors"
     with monkeypatch.context() as patched:
-        patched.setattr(conformance, "by_definition", product)
+        patched.setattr(conformance, "by_definition", gemm)
         done = cli("conformance", "--record", str(file))
     assert done.status == status
     assert f"here.safetensors: {CASES} cases of a CPU, {platform.machine()}" in done.out
@@ -188,9 +188,9 @@ def test_a_recording_of_a_gpu_is_written_and_checked(a_gpu, cli, tmp_path):
 def a_gpu(monkeypatch):
     """(product) → this machine has a GPU that multiplies so."""
 
-    def make(product):
+    def make(gemm):
         monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", lambda: [Gpu("NVIDIA B300", (10, 3), 2**38)])
-        monkeypatch.setattr(conformance, "on_gpu", lambda index: product)
+        monkeypatch.setattr(conformance, "on_gpu", lambda index: gemm)
 
     return make
 
@@ -219,7 +219,7 @@ def gpu_0(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, index: tensor)
     definition.require_conformance.cache_clear()
-    yield lambda product: monkeypatch.setattr(conformance, "on_gpu", lambda index: product)
+    yield lambda gemm: monkeypatch.setattr(conformance, "on_gpu", lambda index: gemm)
     definition.require_conformance.cache_clear()
 
 

@@ -289,7 +289,7 @@ def test_threads_do_not_change_a_bit():
         *(
             (loop, f"kernels/{name}.py")
             for loop in (ieee_swiglu._forward_loop, tensor_core_cpu._add_bf16)
-            for name in ("products/restarting_product", "cpu/numba_loop")
+            for name in ("products/segmented_k_gemm", "cpu/numba_loop")
         ),
     ),
 )

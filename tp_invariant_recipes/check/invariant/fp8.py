@@ -2,7 +2,7 @@
 
 A block of numbers that share a scale has 128, so blockwise every part of a sum that a layout may cut is a multiple of
 128. With one scale a tensor it is one of 16, as cuBLAS takes it: numbers beyond the end of a sum are
-zeros (kernels/products/fp8_tiles.py). A sum over tokens has a multiple of 128 of them with either. In MXFP8 each is one
+zeros (kernels/gemm/fp8_tiles.py). A sum over tokens has a multiple of 128 of them with either. In MXFP8 each is one
 of 32.
 """
 
@@ -29,8 +29,8 @@ SIZES = (
     *families.DELTA_SIZES,
 )
 BLOCKWISE, MXFP8 = "blockwise", low_precision.MXFP8
-BLOCK = 128  # as of kernels/products/quantize.py, which imports torch
-# Recipe -> of what each part of a sum over features, and over tokens, is a multiple; as of kernels/products/mxfp8.py
+BLOCK = 128  # as of kernels/gemm/quantize.py, which imports torch
+# Recipe -> of what each part of a sum over features, and over tokens, is a multiple; as of kernels/gemm/mxfp8.py
 # 32.
 UNITS = {"tensorwise": (low_precision.MULTIPLE, BLOCK), BLOCKWISE: (BLOCK, BLOCK), MXFP8: (32, 32)}
 

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 
 from tp_invariant_recipes.check.recording import SHADOW, rank_distance
 from tp_invariant_recipes.errors import HardwareFault
-from tp_invariant_recipes.features.guard.judge import Judge, Reporter, SampledProducts, WrongBits, described
+from tp_invariant_recipes.features.guard.judge import Judge, Reporter, SampledGemms, WrongBits, described
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
 from tp_invariant_recipes.features.guard.optimizer import Adam
 from tp_invariant_recipes.features.guard.shadow import (
@@ -34,8 +34,8 @@ from tp_invariant_recipes.features.guard.shadow import (
     replacement,
 )
 from tp_invariant_recipes.ledger import evidence
-from tp_invariant_recipes.numerics.products import sampling
-from tp_invariant_recipes.numerics.products.judge import require_definition
+from tp_invariant_recipes.numerics.gemm import sampling
+from tp_invariant_recipes.numerics.gemm.judge import require_definition
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.observe.shards import Shards, gather_weights
@@ -82,7 +82,7 @@ class Guard(AroundOptimizerStep):
         arithmetic = self.config.numerics.arithmetic
         stated = arithmetic is not None and arithmetic.any_machine
         self._reporter = Reporter(self.run_dir, self.rank, gathered(described(self.rank)), self.config.numerics)
-        self._products = SampledProducts(self._sampler, shards, self._judge, self.rank)
+        self._products = SampledGemms(self._sampler, shards, self._judge, self.rank)
         self._adam = Adam(state, names, self._judge, self.rank, stated)
         self._memory = Memory(state, names, self._judge, self.rank)
         self._replicas = Replicas(names, self._judge)

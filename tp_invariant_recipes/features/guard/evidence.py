@@ -89,8 +89,8 @@ def _check_machine(record: Evidence) -> None:
 
 
 def _product(record: Evidence, tensors: Mapping[str, Any]) -> bool:
-    from tp_invariant_recipes.numerics.products.judge import difference, expected
-    from tp_invariant_recipes.numerics.products.sampling import DEFINED, LIBRARY, Sample
+    from tp_invariant_recipes.numerics.gemm.judge import difference, expected
+    from tp_invariant_recipes.numerics.gemm.sampling import DEFINED, LIBRARY, Sample
 
     kind, segments, shards = (record.details[name] for name in ("kind", "segments", "shards"))
     checked(list[Annotated[int, Bounds(ge=1, le=tensors["a"].shape[1])]], segments)

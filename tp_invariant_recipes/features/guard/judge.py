@@ -25,9 +25,9 @@ from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine.processor import cpu_info
-from tp_invariant_recipes.numerics.products import sampling
-from tp_invariant_recipes.numerics.products.judge import UnlikeBits, difference, expected
-from tp_invariant_recipes.numerics.products.sampling import DEFINED, REPEATED, Sample, Sampler
+from tp_invariant_recipes.numerics.gemm import sampling
+from tp_invariant_recipes.numerics.gemm.judge import UnlikeBits, difference, expected
+from tp_invariant_recipes.numerics.gemm.sampling import DEFINED, REPEATED, Sample, Sampler
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.observe.shards import Shards
 from tp_invariant_recipes.runs import checkpoints
@@ -196,7 +196,7 @@ def operation(sample: Sample, shards: Shards) -> str:
     return f"a product {[*sample.a.shape]} @ {[*sample.b.shape] if sample.b is not None else ''}"
 
 
-class SampledProducts:
+class SampledGemms:
     """Hands samples of a step to the judge."""
 
     def __init__(self, sampler: Sampler, shards: Shards, judge: Judge, rank: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.features.guard.judge import Judge, WrongBits
 from tp_invariant_recipes.ledger import evidence
-from tp_invariant_recipes.numerics.products.judge import UnlikeBits, difference
+from tp_invariant_recipes.numerics.gemm.judge import UnlikeBits, difference
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState, Slot
 
 BLOCKS = 16  # of a step

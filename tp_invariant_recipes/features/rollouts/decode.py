@@ -22,8 +22,8 @@ from tp_invariant_recipes.features.inference.rank import LEAST, padded
 from tp_invariant_recipes.features.rollouts.schedule import SCRATCH, Span
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.gemm import sampling
 from tp_invariant_recipes.numerics.layers import cross_entropy
-from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import all_gather
 from tp_invariant_recipes.portable.cached_pass import CachedPass, cached

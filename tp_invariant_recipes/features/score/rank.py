@@ -299,7 +299,7 @@ class Forward:
 def depends_on_rows(config: RunConfig) -> bool:
     """Return whether the bits of a token depend on how many tokens are computed with it.
 
-    Rows of a product are independent where it walks k in order (numerics/products/defined.py): under the modes with
+    Rows of a product are independent where it walks k in order (numerics/gemm/defined.py): under the modes with
     such products on a GPU, and everywhere where a mode has the same bits on any machine. Scales of FP8 are of a whole
     tensor, and Mamba's scan and the gated delta rule are a library's products. Stock promises nothing.
     """

@@ -1,4 +1,4 @@
-"""The products of kernels/products/fp8_tiles.py on a CPU, compiled with numba as kernels/cpu/tensor_core_cpu.py is.
+"""The products of kernels/gemm/fp8_tiles.py on a CPU, compiled with numba as kernels/cpu/tensor_core_cpu.py is.
 
 WIDE columns of a row are done together. An FP8 product is exact in fp32, and so is it times 2 ** (KEPT_BITS - top),
 which the conversion to an integer cuts toward zero. A step's 33 terms fit 32 bits. Their sum is exact in fp32 again,
@@ -21,9 +21,9 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, cpu_loop, fma
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import SMALL, WIDE
-from tp_invariant_recipes.kernels.products.fp8_tiles import KEPT_BITS, LEAST, PROMOTED, STEP, kind
-from tp_invariant_recipes.kernels.products.quantize import Quantized
-from tp_invariant_recipes.kernels.products.restarting_product import NAN
+from tp_invariant_recipes.kernels.gemm.fp8_tiles import KEPT_BITS, LEAST, PROMOTED, STEP, kind
+from tp_invariant_recipes.kernels.gemm.quantize import Quantized
+from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import NAN
 
 ROUNDED_ALONE = 2**18  # numbers that one thread rounds faster than another could start
 BLOCK = 32
@@ -131,7 +131,7 @@ class Fp8Panels(NamedTuple):
     scales: NDArray[np.float32]
 
 
-def product(a: Quantized, b: Quantized) -> Tensor:
+def gemm(a: Quantized, b: Quantized) -> Tensor:
     """Compute a @ b^T, the fp32 output, on the rank's processors.
 
     a, b:    [m, k] and [n, k] on the CPU.

@@ -1,4 +1,4 @@
-"""The sum of kernels/products/restarting_product.py on a CPU, compiled with numba.
+"""The sum of kernels/gemm/segmented_k_gemm.py on a CPU, compiled with numba.
 
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor
 it finds. The compiled code is kept beside this file, or in the user's cache folder.
@@ -26,7 +26,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts, threads
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop, fma
 from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, SQUARE, split, step, transpose
-from tp_invariant_recipes.kernels.products.restarting_product import KEPT_BITS, LEAST_TOP, NAN, STEP
+from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import KEPT_BITS, LEAST_TOP, NAN, STEP
 
 WIDE = 128  # columns of a panel
 BLOCK = 16  # rows that use a step of a panel one after the other
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     highest: NDArray[np.int8]
 
 
-def product(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS, onto: Tensor | None = None) -> Tensor:
+def gemm(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS, onto: Tensor | None = None) -> Tensor:
     """Compute a @ b as a tensor core sums it, on the rank's processors.
 
     a, b:    [m, k] and [k, n] bf16, or both fp32, on the CPU, with any strides.

@@ -1,4 +1,4 @@
-"""One step of the sum of kernels/products/restarting_product.py for LANES columns of a row at once, in LLVM's vectors.
+"""One step of the sum of kernels/gemm/segmented_k_gemm.py for LANES columns of a row at once, in LLVM's vectors.
 
 A numba loop leaves it to LLVM how many columns a vector holds and how many vectors are computed side by side. Here both
 are stated; LLVM cuts the vectors into those of the processor.
@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tp_invariant_recipes.kernels.products.restarting_product import STEP
+from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import STEP
 
 LANES = 64
 SQUARE = 16  # rows and columns of what is transposed at once

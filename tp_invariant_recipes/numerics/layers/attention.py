@@ -4,7 +4,7 @@ Attention is *defined* shard by shard: a backend's result for the heads and quer
 operands. That launch has one shape for every t. Heads never mix, but a backend may group or split its sums by the
 number of heads it is given; flash-attn's backward does so with dQ. So one launch for all shards of a rank is taken
 only where it was seen, on this machine and in this process, to give the bits of the definition: of the output and of
-all three gradients. The trial's operands cancel (numerics/products/probe.py).
+all three gradients. The trial's operands cancel (numerics/gemm/probe.py).
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.numerics.products import sampling
-from tp_invariant_recipes.numerics.products.cublas import CHECK, checking, settings, tried
-from tp_invariant_recipes.numerics.products.operands import dense, same_bits
-from tp_invariant_recipes.numerics.products.probe import cancelling_attention, cancelling_scores
+from tp_invariant_recipes.numerics.gemm import sampling
+from tp_invariant_recipes.numerics.gemm.cublas import CHECK, checking, settings, tried
+from tp_invariant_recipes.numerics.gemm.operands import dense, same_bits
+from tp_invariant_recipes.numerics.gemm.probe import cancelling_attention, cancelling_scores
 from tp_invariant_recipes.numerics.sums import data_shards
 
 

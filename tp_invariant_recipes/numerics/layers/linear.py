@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
+from tp_invariant_recipes.numerics.gemm.gemm import gemm
+from tp_invariant_recipes.numerics.gemm.operands import Split
 from tp_invariant_recipes.numerics.layers.formats import Format
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.layers.norm import Norm, check_rows
-from tp_invariant_recipes.numerics.products.operands import Split
-from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum
 from tp_invariant_recipes.numerics.sums.tree import Reducing, all_gather, start_reduce_scatter
@@ -263,7 +263,7 @@ class _ChunkedLinear(LayerFunction):
         ctx.chunks = mesh.shards if everywhere else mesh.local_chunks
         rows = x.reshape(-1, x.shape[-1])
         out = rows.new_empty(len(rows), len(whole))
-        return product(rows, whole.t(), out, rows=ctx.chunks).view(*x.shape[:-1], -1)
+        return gemm(rows, whole.t(), out, rows=ctx.chunks).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -276,7 +276,7 @@ class _ChunkedLinear(LayerFunction):
             parts, part = (mesh.size, mesh.rank) if ctx.everywhere else (1, 0)
             reducing = _start_weight_gradient(grad.chunk(parts)[part], rows.chunk(parts)[part], mesh)
         if wants_dx:  # while the sums are on their way
-            dx = product(grad, whole, torch.empty_like(rows), rows=ctx.chunks).view(x.shape)
+            dx = gemm(grad, whole, torch.empty_like(rows), rows=ctx.chunks).view(x.shape)
         if reducing is not None:
             total = reducing.finished(torch.float32)
             dw = _kept_rows(weight, total) if ctx.gathers else add_slice(weight, total.view(-1), mesh.rank)
@@ -305,5 +305,5 @@ def _subtree(grads: tuple[Tensor, ...], rows: tuple[Tensor, ...], first: int, co
         return subtree.add_(_subtree(grads, rows, first + count // 2, count // 2))
     node = rows[0].new_empty(grads[0].shape[1], rows[0].shape[1], dtype=torch.float32)
     for chunk in range(count):  # adding to the output rounds as a separate addition would
-        product(grads[first + chunk].t(), rows[first + chunk], node, add=chunk > 0)
+        gemm(grads[first + chunk].t(), rows[first + chunk], node, add=chunk > 0)
     return node

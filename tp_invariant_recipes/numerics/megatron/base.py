@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.gemm.operands import Split
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.experts.experts import (
@@ -27,7 +28,6 @@ from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.layers.linear import norm_column_parallel
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormKernels, NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.precision import Fp8Layers
-from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.data_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -69,7 +69,7 @@ class OnMesh:
         return self._tp_group if hasattr(self, "_tp_group") else self.tp_group  # type: ignore[attr-defined]
 
 
-class WithProducts:
+class WithGemms:
     """A layer with products."""
 
     config: Any
@@ -89,7 +89,7 @@ def _normal(layer: OnMesh, x: Tensor, weight: Tensor, bias: Tensor | None, eps: 
     return rms_norm(x, weight, eps, layer.mesh, shards_of, _norm(config.invariant_mode), centred=centred)
 
 
-class ColumnForward(WithProducts, OnMesh):
+class ColumnForward(WithGemms, OnMesh):
     """Forward of a column-parallel layer, which has config, weight, bias, segments and a group."""
 
     segments: Split
@@ -125,7 +125,7 @@ class ColumnForward(WithProducts, OnMesh):
         return _normal(self, x, *norm, eps, sequence_shards(self.config))
 
 
-class RowForward(WithProducts, OnMesh):
+class RowForward(WithGemms, OnMesh):
     """Forward of a row-parallel layer, which has config, weight, bias and a group."""
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -134,7 +134,7 @@ class RowForward(WithProducts, OnMesh):
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
 
 
-class ExpertsForward(WithProducts):
+class ExpertsForward(WithGemms):
     """Forward of experts, which has config."""
 
     activation: Activation = ACTIVATION
@@ -224,7 +224,7 @@ def operands_of(layers: Fp8Layers, arithmetic: "mode.Mode", group: Any) -> Forma
     return Fp8.from_layers(layers, group)
 
 
-class Fp8Mixin(WithProducts):
+class Fp8Mixin(WithGemms):
     """A layer whose products are in FP8. in_bf16: they are not, since a hybrid model's stack says so."""
 
     in_bf16 = False

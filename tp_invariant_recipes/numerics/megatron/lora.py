@@ -25,6 +25,7 @@ from megatron.bridge.peft.utils import AdapterAttributes, ParallelLinearAdapter
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.gemm.operands import Split
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.linear import gathered_linear
 from tp_invariant_recipes.numerics.megatron import expert_lora as expert_adapters
@@ -33,7 +34,6 @@ from tp_invariant_recipes.numerics.megatron.attention.latent_attention import Du
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.megatron.covered_layers import ROW_PARALLEL
 from tp_invariant_recipes.numerics.megatron.families.mamba import uniform
-from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement
 

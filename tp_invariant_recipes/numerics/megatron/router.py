@@ -24,12 +24,12 @@ from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.row_sums import folding_sum, token_sum
+from tp_invariant_recipes.numerics.gemm.gemm import gemm
 from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.layers.experts.experts import token_gate
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches, InvariantTokenDispatcher
 from tp_invariant_recipes.numerics.megatron import spec
 from tp_invariant_recipes.numerics.megatron.base import ExpertsForward, OnMesh, adapter_of
-from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums import bucket_reduction
 from tp_invariant_recipes.numerics.sums.expert_groups import visited
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -95,9 +95,9 @@ DTYPES = {None: None, "fp32": torch.float32}
 
 
 class InvariantTopKRouter(OnMesh, TopKRouter):
-    """Chooses the experts of each token. products: what multiplies, as numerics/products/product.py does."""
+    """Chooses the experts of each token. products: what multiplies, as numerics/gemm/gemm.py does."""
 
-    products = staticmethod(product)
+    products = staticmethod(gemm)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.capacity = config.moe_expert_capacity_factor, config.moe_token_drop_policy
@@ -237,31 +237,31 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 class _Gating(LayerFunction):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype, product: Callable[..., Tensor]
+        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype, gemm: Callable[..., Tensor]
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.product = mesh, product
+        ctx.mesh, ctx.gemm = mesh, gemm
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         logits = rows.new_empty(len(rows), len(weight))
-        product(rows, weight.to(dtype).t(), logits, rows=mesh.local_chunks)
+        gemm(rows, weight.to(dtype).t(), logits, rows=mesh.local_chunks)
         return logits.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        product = ctx.product
+        gemm = ctx.gemm
         mesh, grad = ctx.mesh, gradients[0].reshape(-1, len(weight))
         rows = x.reshape(-1, x.shape[-1]).to(grad.dtype)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(rows)
-            dx = product(grad, weight.to(grad.dtype), dx, rows=mesh.local_chunks).to(x.dtype).view(x.shape)
+            dx = gemm(grad, weight.to(grad.dtype), dx, rows=mesh.local_chunks).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             leaves = torch.empty(mesh.local_chunks, 1, *weight.shape, dtype=torch.float32, device=x.device)
             for leaf, dy, tokens in zip(
                 leaves, grad.chunk(mesh.local_chunks), rows.chunk(mesh.local_chunks), strict=True
             ):
-                product(dy.t(), tokens, leaf[0])
+                gemm(dy.t(), tokens, leaf[0])
             dw = reduce_weight_gradient(weight, leaves.view(mesh.local_chunks, 1, -1), mesh, everywhere=False)
         return dx, dw, None, None, None
 

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.numerics.gemm.operands import Split
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.norm import NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.megatron.base import ColumnForward, RowForward
-from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.replacement import Replacement
 

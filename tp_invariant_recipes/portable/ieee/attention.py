@@ -1,6 +1,6 @@
 """Causal attention in stated arithmetic, with the same bits on every machine; grouped queries; bf16.
 
-`product` is the sum of kernels/products/restarting_product.py; everything else is IEEE fp32, one rounding an operation,
+`product` is the sum of kernels/gemm/segmented_k_gemm.py; everything else is IEEE fp32, one rounding an operation,
 and `fma` is one operation. c is fp32(scale · log2 of Euler's number). For the query i of a head, over its keys j <= i:
 
     s_j     = product(q, k_j)                           p_j  = e_j inverse
@@ -29,7 +29,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows
-from tp_invariant_recipes.kernels.products.restarting_product import STEP
+from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import STEP
 from tp_invariant_recipes.portable.ieee.attention_triton import LANES, backward_triton, exponential, forward_triton
 from tp_invariant_recipes.portable.ieee.math import bf16_bits, fp32_of_bf16, numba_fold, numba_fold_rows
 from tp_invariant_recipes.portable.shared_source import as_array, by_rows, numba_version

@@ -1,6 +1,6 @@
 """The attention of portable/ieee/attention.py for GPUs, without atomics: the bits of its form for a CPU.
 
-`tl.dot` on a tensor core is the sum of kernels/products/restarting_product.py, if the accumulator is its third argument
+`tl.dot` on a tensor core is the sum of kernels/gemm/segmented_k_gemm.py, if the accumulator is its third argument
 and the calls follow k in order. Four kernels, with tiles of QUERIES × KEYS scores:
 
     forward        a tile of queries of one head: once over the keys for `top`, once more for e, its lanes and e · v

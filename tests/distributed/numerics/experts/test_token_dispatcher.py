@@ -139,7 +139,7 @@ class TestInAGraph:
 
 
 def test_batches_of_two_sources(token_dispatcher):
-    from tp_invariant_recipes.kernels.products.grouped_product import Groups
+    from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
 
     groups = Groups((3, 1, 0, 2), torch.tensor((3, 1, 0, 2)))
     batches = token_dispatcher.Batches(groups, first=4, sources=2)

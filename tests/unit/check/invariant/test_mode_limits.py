@@ -5,7 +5,7 @@ import torch
 
 from tests.rules import limits_of
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.numerics.products import cublas, defined
+from tp_invariant_recipes.numerics.gemm import cublas, defined
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 
@@ -40,7 +40,7 @@ def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch):
     capturing = True
     monkeypatch.setattr(cublas, "capturing", lambda operand: capturing)
     operands = torch.zeros(16, 32), torch.zeros(32, 8), torch.zeros(16, 8)
-    assert defined._on_gpu(*operands, False) is defined.by_fixed_tiles
+    assert defined._on_gpu(*operands, False) is defined.by_fixed_tile_gemm
     assert trials == []
     assert defined._cublas_is_exact == {}
     capturing = False

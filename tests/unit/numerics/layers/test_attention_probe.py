@@ -12,9 +12,9 @@ import torch
 
 from tests.operands import threads
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics.gemm.probe import cancelling_attention, cancelling_scores
 from tp_invariant_recipes.numerics.layers import attention as attentions
 from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention
-from tp_invariant_recipes.numerics.products.probe import cancelling_attention, cancelling_scores
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHARDS, HEADS, GROUPS, WIDTH = 4, 8, 4, 16

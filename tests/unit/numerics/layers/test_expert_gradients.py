@@ -5,8 +5,8 @@ import torch
 
 from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantize import E4M3, E5M2
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2
 from tp_invariant_recipes.kernels.row_sums import token_sum
 from tp_invariant_recipes.numerics.layers.experts import experts
 from tp_invariant_recipes.numerics.layers.experts.expert_adapters import adapter_linear

@@ -1,6 +1,6 @@
 """The experts: products of each expert's tokens with its weights. An expert's owner computes the same products, of the
 same shapes, in every layout (numerics/layers/experts/token_dispatcher.py), so any deterministic product gives the same
-bits. On a GPU they are defined products like all others, by kernels/products/grouped_product.py.
+bits. On a GPU they are defined products like all others, by kernels/gemm/grouped_gemm.py.
 
 An owner has the tokens of several context shards, and with ep > tp of several data-parallel ranks: its sources. It
 adds the weight gradients of those of an expert group one after the other (numerics/sums/expert_groups.py).

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
 from tp_invariant_recipes.kernels.row_sums import row_sum
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 from tp_invariant_recipes.numerics.sums.data_shards import of_a_rank

@@ -4,7 +4,7 @@
     input gradient   dy (e5m2, or e4m3) @ weight
     weight gradient  dy^T @ x, over the tokens of a context shard
 
-Each shard of a summed dimension is a product by the definition of kernels/products/fp8_tiles.py, a multiple of 128
+Each shard of a summed dimension is a product by the definition of kernels/gemm/fp8_tiles.py, a multiple of 128
 long, so accumulators are promoted at the same places for every t. Scales are those of a tensor,
 whoever holds its parts:
 
@@ -29,19 +29,19 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
-from tp_invariant_recipes.kernels.products import mxfp8
-from tp_invariant_recipes.kernels.products.grouped_product import Groups
-from tp_invariant_recipes.kernels.products.quantize import BLOCK, E4M3, E5M2, Quantized, of_groups
+from tp_invariant_recipes.kernels.gemm import mxfp8
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
+from tp_invariant_recipes.kernels.gemm.quantize import BLOCK, E4M3, E5M2, Quantized, of_groups
+from tp_invariant_recipes.numerics.gemm import cublas, fp8, quantize
+from tp_invariant_recipes.numerics.gemm.operands import Split
 from tp_invariant_recipes.numerics.layers.formats.plain import (
+    Gemms,
     Plain,
-    Products,
     Reduced,
     require_single_sequence,
     sizes_of,
 )
 from tp_invariant_recipes.numerics.precision import Fp8Layers
-from tp_invariant_recipes.numerics.products import cublas, fp8, quantize
-from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import Moving, all_gather, start_all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
@@ -58,7 +58,7 @@ class Mxfp8(Plain):
     keeps: bool = True
 
     @classmethod
-    def from_layers(cls, layers: Fp8Layers, products: Products) -> Self:
+    def from_layers(cls, layers: Fp8Layers, products: Gemms) -> Self:
         """Read the arithmetic from a configuration's layers."""
         return cls(products, E5M2 if layers.gradients == "e5m2" else E4M3)
 
@@ -234,7 +234,7 @@ class Fp8:
         self, rows: Any, across: Any, out: Tensor, mesh: VirtualMesh, columns: Split, *, forward: bool
     ) -> None:
         """As Plain's, all in one product."""
-        fp8.product(rows, across, out)
+        fp8.gemm(rows, across, out)
 
     def start_contraction(
         self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
@@ -254,7 +254,7 @@ class Fp8:
         self, rows: Any, across: Sequence[Any], out: Tensor, groups: Groups, *, forward: bool
     ) -> Tensor:  # fmt: skip
         """As Plain's."""
-        fp8.grouped_product(rows, across, out, groups)
+        fp8.grouped_gemm(rows, across, out, groups)
         return out
 
     def add_gradients(self, dy: Any, kept: Sequence[Tensor], outs: list[Tensor], batches: "Batches") -> None:
@@ -285,7 +285,7 @@ class Fp8:
 
 
 def _added(a: Quantized, b: Quantized, out: Tensor, add: bool) -> Tensor:
-    return fp8.product(a, b, out, add=add)
+    return fp8.gemm(a, b, out, add=add)
 
 
 def _spread(x: Tensor, groups: Groups, filled: Groups) -> Tensor:

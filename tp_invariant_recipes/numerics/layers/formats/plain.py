@@ -3,13 +3,13 @@
     format       an operand holds                    its products                     of a split sum travel
     plain.py     the numbers                         the mode's                       nodes of the tree
     mxfp8.py     numbers rounded in blocks of 32     the mode's                       nodes of the tree
-    fp8.py       codes and scales                    numerics/products/fp8.py         nodes of the tree
+    fp8.py       codes and scales                    numerics/gemm/fp8.py         nodes of the tree
     gathered.py  the numbers                         fixed tiles                      the operands
 
 numerics/layers/linear.py and numerics/layers/experts/experts.py say which products a layer needs. A side is
 an operand of a sum over features (`rows`) or over tokens (`columns`).
 
-On a GPU the lowest levels of the tree cost little (numerics/products/contraction.py): one launch adds up to four
+On a GPU the lowest levels of the tree cost little (numerics/gemm/contraction.py): one launch adds up to four
 products, or a product itself adds the product of a segment or of the right neighbour to the output, and rounds as a
 separate addition would.
 
@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
-from tp_invariant_recipes.numerics.products import contraction, cpu, sampling
-from tp_invariant_recipes.numerics.products.operands import Split
-from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.kernels.gemm.fixed_tile_gemm import fixed_tile_gemm
+from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups, grouped_gemm, grouped_weight_gradient
+from tp_invariant_recipes.numerics.gemm import contraction, cpu, sampling
+from tp_invariant_recipes.numerics.gemm.gemm import gemm
+from tp_invariant_recipes.numerics.gemm.operands import Split
 from tp_invariant_recipes.numerics.sums.data_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Products:
+class Gemms:
     """Multiply matrices.
 
-    product: as `numerics.products.product.product`. partials, on CPUs alone: as `numerics.products.cpu.partials`.
+    product: as `numerics.gemm.gemm.product`. partials, on CPUs alone: as `numerics.gemm.cpu.partials`.
     """
 
-    product: Callable[..., Tensor]
+    gemm: Callable[..., Tensor]
     partials: Callable[..., Tensor]
 
 
-LIBRARY = Products(product, cpu.partials)
+LIBRARY = Gemms(gemm, cpu.partials)
 
 
 class Contraction(Protocol):
@@ -89,7 +89,7 @@ class Reduced:
 class Plain:
     """The format of a layer. Methods that take `groups` or batches serve experts, too."""
 
-    products: Products = LIBRARY
+    products: Gemms = LIBRARY
 
     def for_layer(self, x: Tensor, *weights: Tensor) -> Self:
         """Return the format for one forward and backward pass, made outside of autograd's function, which hides
@@ -144,7 +144,7 @@ class Plain:
         """
         across = across.t() if forward else across
         for x, y in each_context(mesh, rows, out):
-            self.products.product(x, across, y, columns=columns)
+            self.products.gemm(x, across, y, columns=columns)
 
     def start_contraction(
         self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
@@ -163,7 +163,7 @@ class Plain:
         return weight_gradient(weight, *(partial(self._add_gradient, grad, tokens, shards) for grad, tokens in parts))
 
     def _add_gradient(self, grad: Tensor, tokens: Tensor, shards: dict[str, Split], out: Tensor, add: bool) -> Tensor:
-        return self.products.product(grad.t(), tokens, out, add=add, **shards)
+        return self.products.gemm(grad.t(), tokens, out, add=add, **shards)
 
     def multiply_groups(
         self, rows: Any, across: Sequence[Any], out: Tensor, groups: Groups, *, forward: bool
@@ -175,13 +175,13 @@ class Plain:
 
         if rows.is_cuda:
             started = sampling.begin_group(groups.sizes, lambda n, at: (rows[at], operand(n), out[at]))
-            grouped_product(rows, across, out, groups, transposed=forward)
+            grouped_gemm(rows, across, out, groups, transposed=forward)
             if started is not None:
                 started.end()
             return out
         for n, (of_group, part) in enumerate(zip(rows.split(groups.sizes), out.split(groups.sizes), strict=True)):
             if len(of_group):
-                self.products.product(of_group, operand(n), part)
+                self.products.gemm(of_group, operand(n), part)
         return out
 
     def add_gradients(self, dy: Any, kept: Sequence[Tensor], outs: list[Tensor], batches: "Batches") -> None:
@@ -199,7 +199,7 @@ class Plain:
         dy_parts, x_parts = dy.split(sizes), x.split(sizes)
         for out, batch in batches.in_order(outs):
             if sizes[batch]:
-                self.products.product(dy_parts[batch].t(), x_parts[batch], out, add=True)
+                self.products.gemm(dy_parts[batch].t(), x_parts[batch], out, add=True)
 
 
 PLAIN = Plain()
@@ -212,7 +212,7 @@ def require_single_sequence(x: Tensor) -> None:
 
 
 def start_contraction(
-    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Split, products: Products, by_slices: bool = False
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Split, products: Gemms, by_slices: bool = False
 ) -> Reducing | PeerSum:
     """Start a @ b with the summed dimension divided among the ranks.
 
@@ -225,9 +225,9 @@ def start_contraction(
         return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
     started = begin_reduce_scatter(a, b.shape[1], mesh) if by_slices and mesh.contexts == 1 else None
     if started is None:
-        return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.product), mesh)
+        return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.gemm), mesh)
     for peer in started.peers.order():
-        nodes = contraction.nodes(a[started.rows(peer)], b, mesh, sizes, products.product)
+        nodes = contraction.nodes(a[started.rows(peer)], b, mesh, sizes, products.gemm)
         started.send(peer, tree_sum(nodes))
     return started
 
@@ -238,7 +238,7 @@ def sizes_of(segments: Split, features: int) -> tuple[int, ...]:
 
 
 def _fixed_tiles(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, **_shards: Split) -> Tensor:
-    return fixed_tile_product(a, b, out, add=add)
+    return fixed_tile_gemm(a, b, out, add=add)
 
 
 class Gathered(Plain):
@@ -257,7 +257,7 @@ class Gathered(Plain):
         )
 
 
-GATHERED = Gathered(Products(_fixed_tiles, cpu.partials))
+GATHERED = Gathered(Gemms(_fixed_tiles, cpu.partials))
 
 
 @dataclass
@@ -281,7 +281,7 @@ class _Whole:
             if self.forward
             else _in_order(self.weight.arrived(), self.sizes, 0)
         )
-        return fixed_tile_product(a, b, torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device))
+        return fixed_tile_gemm(a, b, torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device))
 
 
 def _in_order(slices: Tensor, sizes: tuple[int, ...], dim: int) -> Tensor:

@@ -1,0 +1,247 @@
+"""The sum of a tensor core: its definition against bits that an H200 gave, the compiled form against the definition."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+from safetensors.numpy import load_file
+
+from tests.definitions import tensor_core_sum
+from tests.definitions.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
+from tests.operands import same_bits, threads
+from tp_invariant_recipes.kernels.cpu import numba_loop, tensor_core_cpu, tensor_core_vector
+from tp_invariant_recipes.portable import conformance
+
+DATA = Path(__file__).parents[3] / "data"
+NUMBERS = np.load(DATA / "tensor_core_h200.npz")
+SMALLEST = np.load(DATA / "smallest_products_h100.npz")  # sums of products near 2^-150
+EDGES = load_file(conformance.BUILT_IN)
+PLAIN = sorted(name[2:] for name in NUMBERS.files if name.startswith("a_"))
+BF16_EDGES, FP32_EDGES = (
+    sorted({name.split("/")[1] for name in EDGES if name.startswith(kind)}) for kind in ("bf16/", "fp32/")
+)
+
+
+def edge(kind, case):
+    return (EDGES[f"{kind}/{case}/{part}"] for part in "abc")
+
+
+def bf16(bits):
+    return torch.from_numpy(bits.astype(np.int16)).view(torch.bfloat16)
+
+
+def fp32(bits):
+    return torch.from_numpy(bits.view(np.float32).copy())
+
+
+def result_bits(result):
+    return result.numpy().view(np.uint32)
+
+
+def canonical(bits):
+    """FMA units keep a NaN's sign and payload, the definition does not."""
+    return np.where(np.isnan(bits.view(np.float32)), np.uint32(NAN), bits)
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_the_definition_and_the_compiled_sum_give_the_bits_of_an_h200(case):
+    a, b = NUMBERS[f"a_{case}"], NUMBERS[f"b_{case}"]
+    rows = slice(0, 8) if a.shape[1] > 512 else slice(None)  # the definition keeps every term in memory
+    actual = bf16_product(a[rows], b)
+    recorded = [name for name in NUMBERS.files if name.startswith(f"c_{case}_")]
+    assert len(recorded) >= 2
+    for name in recorded:
+        assert (actual == NUMBERS[name][rows]).all(), name
+    assert (result_bits(tensor_core_cpu.gemm(bf16(a), bf16(b))) == NUMBERS[f"c_{case}_mmawg"]).all()
+
+
+@pytest.mark.parametrize("case", BF16_EDGES)
+def test_both_give_the_bits_of_an_h200_at_the_edges(case):
+    a, b, expected = edge("bf16", case)
+    assert (bf16_product(a, b) == expected).all()
+    assert (result_bits(tensor_core_cpu.gemm(bf16(a), bf16(b))) == expected).all()
+
+
+@pytest.mark.parametrize("case", FP32_EDGES)
+def test_a_product_of_fp32_is_a_chain_of_fma(case):
+    a, b, expected = edge("fp32", case)
+    assert (fp32_product(a.view(np.float32), b.view(np.float32)) == canonical(expected)).all()
+    assert (result_bits(tensor_core_cpu.gemm(fp32(a), fp32(b))) == canonical(expected)).all()
+
+
+def least(exponent, factors):
+    """Bits of operands of one output: the products of these pairs of whole numbers, times 2 ** exponent."""
+    a, b = torch.zeros(1, 16), torch.zeros(16, 1)
+    for place, (x, y) in enumerate(factors):
+        a[0, place], b[place, 0] = x * 2.0 ** (exponent // 2), y * 2.0 ** (exponent - exponent // 2)
+    return [x.bfloat16().view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
+
+
+# Products that add up to 2^-149, the smallest fp32 number, and are far below LEAST_TOP: its unit is 2^-158. Whole units
+# are kept; halves of one are cut, and the sum is zero. MMA-Sim's models of Hopper and Blackwell give these bits too.
+WHOLE_UNITS, HALF_UNITS = least(-158, ((7, 73), (1, 1))), least(-159, ((33, 31), (1, 1)))
+
+
+@pytest.mark.parametrize("operands, bits", ((WHOLE_UNITS, 1), (HALF_UNITS, 0)), ids=("whole", "halves"))
+def test_the_smallest_products_are_cut_at_the_least_top(operands, bits):
+    assert bf16_product(*operands).tolist() == [[bits]]
+    assert result_bits(tensor_core_cpu.gemm(*map(bf16, operands))).tolist() == [[bits]]
+
+
+def test_the_smallest_products_have_the_bits_of_an_h100():
+    actual = bf16_product(SMALLEST["a"], SMALLEST["b"])
+    compiled = result_bits(tensor_core_cpu.gemm(bf16(SMALLEST["a"]), bf16(SMALLEST["b"])))
+    recorded = [name for name in SMALLEST.files if name.startswith("c_")]
+    assert len(recorded) == 4
+    for name in recorded:
+        assert (actual == SMALLEST[name]).all(), name
+        assert (compiled == SMALLEST[name]).all(), name
+
+
+@pytest.mark.parametrize("other", ({"kept": 24}, {"kept": 26}, {"step": 8}, {"step": 32}), ids=str)
+def test_other_arithmetic_gives_other_bits(other):
+    a, b = NUMBERS["a_512_cancel"][:16], NUMBERS["b_512_cancel"]
+    assert (bf16_product(a, b, **other) != NUMBERS["c_512_cancel_mmawg"][:16]).any()
+
+
+@pytest.mark.parametrize(
+    "m, k, n, scale", ((1, 1, 1, 0), (3, 5, 7, 12), (64, 33, 129, 60), (2, 0, 3, 0), (130, 160, 96, 12))
+)
+def test_the_compiled_sum_is_the_definition(m, k, n, scale):
+    generator = torch.Generator().manual_seed(k)
+
+    def drawn(*size):
+        exponents = torch.randint(-scale, scale + 1, size, generator=generator)
+        return torch.ldexp(torch.randn(size, generator=generator), exponents).bfloat16()
+
+    a, b = drawn(m, k), drawn(k, n)
+    numbers = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
+    assert (result_bits(tensor_core_cpu.gemm(a, b)) == bf16_product(*numbers)).all()
+
+
+# Fields of bf16 exponents: of zeros and subnormals, of the borders of the vectors' bytes and scales, up to NaN.
+MOST = tensor_core_vector.MOST_FAST + 127
+FIELDS = (0, 1, 2, 13, 14, 62, 63, 64, 76, 77, 78, 103, 126, 127, 128, MOST - 1, MOST, MOST + 1, 254, 255)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_compiled_sum_is_the_definition_for_all_exponents(data):
+    """Rows and columns draw their fields from few, so that sums of two meet every border; or all are almost 2."""
+    fields = [data.draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3)) for _ in "ab"]
+    fractions = data.draw(st.sampled_from((128, 1, 2)))  # all, none, the two largest
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+
+    def drawn(dtype, *shape):
+        signs = generator.integers(0, 2, shape) if fractions == 128 else 0
+        low = generator.integers(128 - fractions if fractions == 2 else 0, 128 if fractions > 1 else 1, shape)
+        return (signs << 15 | generator.choice(dtype, shape) << 7 | low).astype(np.uint16)
+
+    k = data.draw(st.sampled_from((16, 33)))
+    a, b = drawn(fields[0], 5, k), drawn(fields[1], k, 70)
+    assert (result_bits(tensor_core_cpu.gemm(bf16(a), bf16(b))) == bf16_product(a, b)).all()
+
+
+NEARLY_2, NEARLY_1 = 2 - 2**-7, 1 + 2**-7
+BORDERS = {  # pairs of numbers whose products are added
+    "a zero beside 2^60, and products of 2^-80": [(0, 2.0**60), (NEARLY_1 * 2**-50, NEARLY_1 * 2**-30)],
+    "a sum beyond 32 bits": [(1, NEARLY_2), *[(0, 0)] * 15, *[(NEARLY_2, NEARLY_2)] * 16],
+    "a sum just within": [(1, 1), *[(0, 0)] * 15, *[(NEARLY_2, 1.9375)] * 16],
+}
+
+
+@pytest.mark.parametrize("pairs", BORDERS.values(), ids=BORDERS)
+def test_the_compiled_sum_is_the_definition_at_the_borders(pairs):
+    a, b = torch.tensor(pairs, dtype=torch.bfloat16).t()
+    numbers = [x.view(torch.int16).numpy().view(np.uint16) for x in (a.expand(3, -1).contiguous(), b[:, None])]
+    assert (result_bits(tensor_core_cpu.gemm(a.expand(3, -1), b[:, None])) == bf16_product(*numbers)).all()
+
+
+@pytest.mark.parametrize("any_processor", (True, False))
+def test_a_step_has_the_bits_of_the_definition_whatever_cuts_it(monkeypatch, any_processor):
+    """What AVX-512 does at once other processors do in turn; a vector's step is compiled for both here."""
+    if any_processor:
+        monkeypatch.setattr(tensor_core_vector, "_avx512", lambda context: False)
+
+    @njit(**numba_loop.OPTIONS)
+    def by_vectors(row, a, ea, b, eb, kept):
+        return [tensor_core_vector.step(row, a, ea, b, eb, 0, k, k, 0, kept) for k in range(0, a.shape[1], 16)]
+
+    a, b = NUMBERS["a_512_cancel"][:1], NUMBERS["b_512_cancel"][:, : tensor_core_vector.LANES]
+    row = np.zeros(tensor_core_cpu.WIDE, np.float32)
+    rows, panels = tensor_core_cpu.split_rows(a), tensor_core_cpu.split_panels(b)
+    remaining = by_vectors(row, *rows[:2], *(part[0] for part in panels[:2]), np.int32(tensor_core_sum.KEPT_BITS))
+    assert not any(remaining)
+    assert (row[: b.shape[1]].view(np.uint32) == bf16_product(a, b)[0]).all()
+    assert not (any_processor and "avx512" in by_vectors.inspect_llvm(by_vectors.signatures[0]))
+
+
+@pytest.mark.parametrize("columns_first", (False, True))
+def test_parts_of_rows_and_of_the_sum_change_no_bit(columns_first):
+    """More rows than share a split panel, and columns in several parts, with what a later part has to know."""
+    generator = torch.Generator().manual_seed(0)
+    m, k, n = tensor_core_cpu.ROWS + 2, 2 * tensor_core_cpu.DEPTH + 21, tensor_core_cpu.WIDE + 9
+    a, b = torch.randn(m, k, generator=generator).bfloat16(), torch.randn(k, n, generator=generator).bfloat16()
+    a[1, 5], a[2, 7], a[3, 9], b[300, 3] = torch.inf, torch.nan, 2.0**100, 2.0**-90
+    b[: tensor_core_cpu.DEPTH + 3, 4] = 0.0
+    rows = [0, 1, 2, 3, m - 1]
+    expected = bf16_product(*(x.view(torch.int16).numpy().view(np.uint16) for x in (a[rows], b)))
+    b = b.t().contiguous().t() if columns_first else b
+    assert (result_bits(tensor_core_cpu.gemm(a, b)[rows]) == expected).all()
+    onto = torch.randn(m, n, generator=generator)
+    wanted = tensor_core_cpu.gemm(a, b) + onto
+    assert tensor_core_cpu.gemm(a, b, onto=onto) is onto
+    assert same_bits(onto.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(dtype):
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(130, 200, generator=generator).to(dtype), torch.randn(200, 196, generator=generator).to(dtype)
+    whole = tensor_core_cpu.gemm(a, b)
+    assert tensor_core_cpu.SMALL < 130 * 200 * 196
+    for count in (1, 3):
+        with threads(count):
+            assert same_bits(tensor_core_cpu.gemm(a, b), whole)
+    assert same_bits(tensor_core_cpu.gemm(a.t().contiguous().t(), b.t().contiguous().t()), whole)
+    assert same_bits(tensor_core_cpu.gemm(a[7:9], b[:, 5:6]), whole[7:9, 5:6].contiguous())
+
+
+@pytest.mark.parametrize("special", (torch.inf, -torch.inf, torch.nan))
+@pytest.mark.parametrize("in_a", (True, False))
+def test_a_special_number_meets_a_step_of_zeros_only(special, in_a):
+    """No number of the step's other operand tells how large the product is."""
+    a, b = torch.zeros(3, 32), torch.zeros(32, 70)
+    a[:, 16:], b[16:] = 1, 1  # after it, steps that are ordinary
+    (a[1] if in_a else b[:, 66])[3] = special
+    a, b = a.bfloat16(), b.bfloat16()
+    result = result_bits(tensor_core_cpu.gemm(a, b))
+    assert (result == bf16_product(*map(tensor_core_cpu.bits_of, (a, b)))).all()
+    assert (result == NAN).sum() == (70 if in_a else 3)
+
+
+def test_a_nan_and_an_infinity_reach_their_row_and_column_only():
+    a, b = torch.ones(40, 32).bfloat16(), torch.ones(32, 40).bfloat16()
+    clean = tensor_core_cpu.gemm(a, b)
+    a[3, 5], b[9, 7] = float("inf"), float("nan")
+    dirty = tensor_core_cpu.gemm(a, b)
+    assert torch.isinf(dirty[3]).sum() == 39
+    assert torch.isnan(dirty[:, 7]).all()
+    dirty[3], dirty[:, 7] = clean[3], clean[:, 7]
+    assert same_bits(dirty, clean)
+
+
+def test_a_bf16_output_is_rounded_to_nearest_even():
+    total = fp32(np.array([0x3F808000, 0x3F818000, 0x3F808001, NAN, 0xFFC00000, INFINITY], np.uint32))
+    expected = [0x3F80, 0x3F82, 0x3F81, 0x7FFF, 0x7FFF, 0x7F80]
+    assert tensor_core_cpu.rounded(total).view(torch.int16).tolist() == expected
+
+
+@pytest.mark.parametrize("dtypes", ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)), ids=str)
+def test_other_dtypes_are_refused(dtypes):
+    with pytest.raises(TypeError, match="both must be bf16, or both fp32"):
+        tensor_core_cpu.gemm(torch.ones(2, 2, dtype=dtypes[0]), torch.ones(2, 2, dtype=dtypes[1]))

@@ -1,0 +1,192 @@
+"""A rank's part of a sum over a sharded dimension, on a GPU: the nodes of the tree that its shards make.
+
+    restarting   kernels/gemm/segmented_k_gemm.py: up to four products and their sums in one launch, where that
+                 pays, the kernel takes the operands, and a trial has found the bits of fixed tiles
+    as a batch   the products of all shards in one launch of cuBLAS for each segment, where the host is the limit
+    one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
+
+All have the same bits, the first two by a trial. Its operands cancel (numerics/gemm/probe.py), and
+TPI_CHECK_PRODUCTS=1 compares on those of the run, as for cuBLAS (numerics/gemm/cublas.py).
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.machine.versions import installed
+from tp_invariant_recipes.numerics.gemm import cublas, fp8_cublas, sampling
+from tp_invariant_recipes.numerics.gemm.defined import by_fixed_tile_gemm
+from tp_invariant_recipes.numerics.gemm.operands import every_part
+from tp_invariant_recipes.numerics.sums.data_shards import each_context
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+TRITON = ("3.6.",)  # versions whose Gluon, which Triton calls experimental, is known to compile the kernel
+
+# Multiplications of a sum that keeps a GPU busy for 0.1 ms, longer than the host needs for a launch through Triton. Of
+# smaller ones a launch costs more than it saves where the host is the limit, unless a CUDA graph makes it.
+WORTH = 2**35
+
+Segments = tuple[int, ...]  # the size of each
+
+# Numbers in fp32 of all terms of a batch: 256 MiB. One by one two neighbours share a place.
+ROOM = 2**26
+
+# kind of sum -> whether the restarting product, or a batch, had the bits of fixed tiles.
+_restarting_is_exact: dict[tuple[Any, ...], bool] = {}
+_batch_is_exact: dict[tuple[Any, ...], bool] = {}
+
+
+def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, gemm: Callable[..., Tensor]) -> Tensor:
+    """Compute a @ b for this rank's part of the summed dimension, as nodes of the tree over all shards.
+
+    a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
+    segments: the size of each.
+    product:  as `numerics.gemm.gemm.product`.
+    returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
+              order, where a shard's term is the sum over segments, in order.
+    raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
+    """
+    pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
+    how = in_one_launch if pays else _as_a_batch
+    nodes_at_once = how(a, b, mesh.local, segments)
+    if nodes_at_once is not None and (taking := sampling.begin(a, b, nodes_at_once[0], False, segments)) is not None:
+        taking.end(nodes_at_once, mesh.local)
+    return nodes_at_once if nodes_at_once is not None else _looped(a, b, mesh, segments, gemm)
+
+
+def _looped(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, gemm: Callable[..., Tensor]) -> Tensor:
+    # A term of several segments is a sum itself and needs a place of its own.
+    width = 1 if len(segments) > 1 else min(2, mesh.local)
+    nodes = _empty(mesh.local // width, a, b)
+    for shard in range(mesh.local):
+        node, add = nodes[shard // width], shard % width > 0
+        before = 0
+        for segment in segments:
+            size = segment // mesh.local
+            start = before + shard * size
+            for rows, out in each_context(mesh, a.narrow(1, start, size), node):
+                gemm(rows, b.narrow(0, start, size), out, add=add)
+            before, add = before + segment, True
+    return nodes
+
+
+def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments) -> Tensor | None:
+    """Return the terms of all shards, a launch for each segment; None: one by one is as few, or it has not been found
+    right.
+
+    Rows of products on a GPU do not depend on each other, so tokens of several context shards share a launch.
+    """
+    if shards == 1 or shards * a.shape[0] * b.shape[1] > ROOM:
+        return None
+    terms = _empty(shards, a, b)
+    kind = (*cublas.kind(a, b, terms, False), shards, segments)
+    compute, defined = partial(_batch, segments), partial(_terms, segments)
+
+    def trial() -> bool:
+        return cublas.agree(compute, defined, a, b, terms, False, parts=_parts(segments, shards))
+
+    if not cublas.tried(_batch_is_exact, kind, a, trial):
+        return None
+    if cublas.checking():
+        what = f"{shards} GEMMs of {[*a.shape]} @ {[*b.shape]} as a batch differ from the fixed-tile GEMM"
+        undetected = f"{what}: the runtime exactness check did not detect it"
+        return cublas.checked(compute, defined, a, b, terms, False, undetected)
+    compute(a, b, terms, False)
+    return terms
+
+
+def _batch(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
+    """terms[v] = the sum over segments, in order, of shard v's product, as batches of products."""
+    shards, before = terms.shape[0], 0
+    (rows, along), (across, columns) = a.stride(), b.stride()
+    for segment in segments:
+        size = segment // shards
+        a_shards = a.as_strided(
+            (shards, a.shape[0], size), (size * along, rows, along), a.storage_offset() + before * along
+        )
+        b_shards = b.as_strided(
+            (shards, size, b.shape[1]), (size * across, across, columns), b.storage_offset() + before * across
+        )
+        cublas.launch_batch(a_shards, b_shards, terms, before > 0)
+        before += segment
+
+
+def _terms(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
+    """As `_batch`, by fixed tiles, one by one."""
+    for n, part in enumerate(_parts(segments, terms.shape[0])):
+        by_fixed_tile_gemm(a[:, part], b[part], terms[n % terms.shape[0]], n >= terms.shape[0])
+
+
+def _parts(segments: Segments, shards: int) -> list[slice]:
+    """Return the summed dimension's part of every shard, segment after segment."""
+    return [part for of_segment in zip(*every_part(segments, shards), strict=True) for part in of_segment]
+
+
+def in_one_launch(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """Return the nodes by the restarting product; None: it does not take the operands, or has not been found right.
+
+    Its rows do not depend on each other, so tokens of several context shards share a launch.
+
+    a, b:  as of `nodes`, or in FP8 as of numerics/gemm/fp8.py's.
+    dtype: of a node that one launch makes; FP8 may have bf16.
+    """
+    if not _compiles() or len({*segments}) > 1:
+        return None
+    from tp_invariant_recipes.kernels.gemm import segmented_k_gemm as kernel
+
+    batch = max(1, min(shards, kernel.PIECES[-1] // len(segments)))
+    launches = shards // batch
+    width = min(2, launches)
+    cuts = [kernel.Cut(range(n * batch, n * batch + batch), shards, len(segments)) for n in range(launches)]
+    if not kernel.suits(a, b, cuts[0]):
+        return None
+    x, y = kernel.matrices(a, b)
+    nodes = _empty(launches // width, x, y, dtype if launches == 1 else torch.float32)
+    if not all(_matches_definition(a, b, nodes[0], cut, add=n > 0) for n, cut in enumerate(cuts[:width])):
+        return None
+    for n, cut in enumerate(cuts):
+        _compute(a, b, nodes[n // width], cut, add=n % width > 0)
+    return nodes
+
+
+def _matches_definition(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> bool:
+    """Whether the restarting product may compute it. While a CUDA graph is captured: only a kind tried before."""
+    library: Any = cublas if isinstance(a, Tensor) else fp8_cublas
+    kind = (*library.kind(a, b, out, add), cut)
+    return cublas.tried(_restarting_is_exact, kind, out, lambda: library.agree(*_forms(cut), a, b, out, add))
+
+
+def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
+    restarting, defined = _forms(cut)
+    if not cublas.checking():
+        restarting(a, b, out, add)
+        return
+    from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import matrices
+
+    x, y = matrices(a, b)
+    what = (
+        f"the sum of {cut.pieces} GEMMs {[*x.shape]} @ {[*y.shape]} in one launch is not bitwise identical to "
+        f"the fixed-tile GEMM (add={add}): the runtime exactness check of products/contraction.py did not detect it"
+    )
+    cublas.checked(restarting, defined, a, b, out, add, what)
+
+
+def _forms(cut: Any) -> tuple[cublas.Product, cublas.Product]:
+    from tp_invariant_recipes.kernels.gemm import segmented_k_gemm as kernel
+
+    return (
+        lambda a, b, out, add: kernel.segmented_k_gemm(a, b, out, cut, add),
+        lambda a, b, out, add: kernel.in_order(a, b, out, cut, add),
+    )
+
+
+@cache
+def _compiles() -> bool:
+    return (installed("triton") or "").startswith(TRITON)
+
+
+def _empty(count: int, a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(count, a.shape[0], b.shape[1], dtype=dtype, device=a.device)

@@ -1,0 +1,171 @@
+"""cuBLAS's products, and a trial that tells whether one has the bits of a definition on the GPU at hand.
+
+cuBLAS chooses an algorithm by shapes, strides, dtypes, alignment and torch's settings; `kind` holds all of these. The
+trial's operands cancel (numerics/gemm/probe.py): on others an output in bf16 hides most differences.
+TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (numerics/layers/attention.py).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics.gemm.operands import like, same_bits
+from tp_invariant_recipes.numerics.gemm.probe import cancelling, residue
+
+CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute what a trial has decided both ways, on the operands of the run, and compare
+TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried
+# What cuBLAS says of strides or alignment that it does not take. Any other error of a trial is an error of the run.
+LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
+
+# a, b, out, add: out = a @ b, or out += a @ b, with fp32 accumulation, rounded once to out's dtype.
+# FP8 operands are `Quantized`.
+Product = Callable[[Any, Any, Tensor, bool], object]
+
+
+def launch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
+    """out = a @ b, or out += a @ b, in one launch."""
+    if out.dtype == a.dtype:
+        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    return torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
+
+
+def launch_batch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
+    """out[v] = a[v] @ b[v], or out[v] += a[v] @ b[v], in one launch; out is fp32."""
+    if out.dtype == a.dtype:
+        return torch.baddbmm(out, a, b, out=out) if add else torch.bmm(a, b, out=out)
+    return torch.baddbmm(out, a, b, out.dtype, out=out) if add else torch.bmm(a, b, out.dtype, out=out)
+
+
+def kind(a: Tensor, b: Tensor, out: Tensor, add: bool) -> tuple[Any, ...]:
+    """All that decides which kernel cuBLAS runs for a @ b in memory that lies as `out` does."""
+    return (
+        a.shape, b.shape[1], a.stride(), b.stride(), out.stride(), a.dtype, out.dtype, add,
+        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16, *settings(),
+    )  # fmt: skip
+
+
+def capturing(operand: Tensor) -> bool:
+    """Whether what is launched on this operand goes into a CUDA graph, so that nothing may wait for the GPU."""
+    return operand.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def tried(
+    decided: dict[tuple[Any, ...], bool], kind: tuple[Any, ...], operand: Tensor, trial: Callable[[], bool]
+) -> bool:
+    """Return what a trial of this kind has found, once a process.
+
+    While a CUDA graph is captured nothing is tried: False.
+    """
+    exact = decided.get(kind)  # looked up once: kinds are compared number by number
+    if exact is None:
+        if capturing(operand):
+            return False
+        _running.append(kind)
+        try:
+            decided[kind] = exact = trial()
+        finally:
+            _running.pop()
+    return exact
+
+
+_running: list[tuple[Any, ...]] = []  # the kinds that are tried, one within another
+
+
+def trying() -> bool:
+    """Whether a trial runs. It calls modules, whose hooks must leave what they return as it is."""
+    return bool(_running)
+
+
+@cache
+def checking() -> bool:
+    """Whether every product and every attention of this process is computed both ways."""
+    return os.environ.get(CHECK, "0") == "1"
+
+
+def settings() -> tuple[Any, ...]:
+    """torch's settings that decide which kernel cuBLAS runs. These getters take 0.6 µs together, the public ones 3.
+
+    The precision of fp32 holds whatever has set it: `fp32_precision` of the product, of CUDA or of all backends, or the
+    older `allow_tf32` and `set_float32_matmul_precision`, whose own getters raise once `fp32_precision` was set.
+    """
+    return (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        # Of the enum itself, a comparison takes longer than the rest of a lookup.
+        int(torch._C._get_blas_preferred_backend()),  # type: ignore[call-overload]
+    )
+
+
+def agree(
+    first: Product,
+    defined: Product,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    add: bool,
+    parts: Sequence[slice] = (slice(None),),
+) -> bool:
+    """Whether two products have the same bits on operands that cancel and lie in memory as these do; `out` stays.
+
+    parts: of the summed dimension, each a sum that cancels.
+    False, too, where cuBLAS does not take the operands' layout.
+    """
+
+    def draw(x: Tensor, y: Tensor, generator: torch.Generator) -> None:
+        for part in parts:
+            cancelling(x[:, part], y[part], generator)
+
+    return agree_on(first, defined, like(a, 16), like(b, 16), out, add, [draw] * TRIALS, LAYOUT_NOT_TAKEN)
+
+
+def agree_on(
+    first: Product,
+    defined: Product,
+    a: Any,
+    b: Any,
+    out: Tensor,
+    add: bool,
+    draws: Sequence[Callable[[Any, Any, torch.Generator], None]],
+    not_taken: Sequence[str],
+) -> bool:
+    """Whether two products have the same bits on all draws; False, too, where the first does not take the operands.
+
+    a, b:      memory, which each draw fills. out: what the products' outputs lie like; it stays.
+    not_taken: words of errors that say so.
+    """
+    generator = torch.Generator(out.device).manual_seed(0)
+    out_first, other = like(out, 16), like(out, 16)
+    for draw in draws:
+        draw(a, b, generator)
+        residue(out_first, generator)
+        other.copy_(out_first)
+        try:
+            first(a, b, out_first, add)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in not_taken):
+                raise
+            return False
+        defined(a, b, other, add)
+        if not same_bits(out_first, other):
+            return False
+    return True
+
+
+def checked(first: Product, defined: Product, a: Any, b: Any, out: Tensor, add: bool, what: str) -> Tensor:
+    """Both products on these operands; `out` gets the result of `first`. Raises RunError where their bits differ.
+
+    what: which product it is, what has computed it, and where the trial is that did not see it; in words.
+    """
+    expected = like(out, 16)
+    if add:
+        expected.copy_(out)
+    defined(a, b, expected, add)
+    first(a, b, out, add)
+    if not same_bits(out, expected):
+        raise RunError(f"{CHECK}=1: {what}")
+    return out
