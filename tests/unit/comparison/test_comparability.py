@@ -11,7 +11,6 @@ from tests.unit.comparison.ledgers import HEADER, A, ledger
 from tp_invariant_recipes.comparison.comparability import across_machines, changed_processor, other_gemms
 from tp_invariant_recipes.comparison.compare import compare
 from tp_invariant_recipes.comparison.text import remarks
-from tp_invariant_recipes.features.train.result import start_lines
 from tp_invariant_recipes.features.verify import verdict
 from tp_invariant_recipes.launch import resume as launch_resume
 from tp_invariant_recipes.ledger.bits import float_bits
@@ -144,33 +143,17 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
         for item in ledger(header=OF_LAST_YEAR, digested=lambda step: False).steps:
             writer.append(item)
 
-    def planned(device, mode="tree"):
-        config = SimpleNamespace(
-            numerics=SimpleNamespace(mode=mode, invariant=True),
-            recipe=SimpleNamespace(adjusted=[]),
-            mixed_precision="bf16_mixed",
-            section={"checkpoint": {"save_interval": 1}}.__getitem__,
-        )
-        return SimpleNamespace(
-            device=device, config=config, here=True, run_dir=SimpleNamespace(ledger=file, path=tmp_path)
-        )
+    def message(start, device="gpu", mode="tree"):
+        numerics = SimpleNamespace(mode=mode, invariant=True)
+        planned = SimpleNamespace(device=device, config=SimpleNamespace(numerics=numerics), here=True)
+        planned.run_dir = SimpleNamespace(ledger=file, path=tmp_path)
+        return launch_resume._changed_arithmetic(planned, start)
 
-    message = launch_resume._changed_arithmetic(planned("gpu"), 3)
-    assert message.startswith(f"products: up to step 3 their definition is fixed tiles 0, from step 4 on {ON_GPU};")
-    assert launch_resume._changed_arithmetic(planned("cpu"), 3) is None
-    assert launch_resume._changed_arithmetic(planned("gpu", "portable"), 3) is None
+    first = message(3)
+    assert first.startswith(f"products: up to step 3 their definition is fixed tiles 0, from step 4 on {ON_GPU};")
+    assert (message(3, "cpu"), message(3, mode="portable")) == (None, None)
     resume(file, OF_TODAY, 3).close()
-    assert launch_resume._changed_arithmetic(planned("gpu"), 4) is None
-    assert launch_resume._changed_arithmetic(planned("gpu"), 3) == message
-    shown = vars(planned("gpu")) | {
-        "layout": SimpleNamespace(world=1),
-        "steps": 5,
-        "start": 3,
-        "completed": False,
-        "text": None,
-    }
-    plan = SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=message)
-    assert [*start_lines(plan)][-1] == message
+    assert (message(4), message(3)) == (None, first)
 
 
 # --- Megatron's own numerics ---
