@@ -224,14 +224,6 @@ def test_a_norm_that_leaves_few_parameters_out_names_them(judged, tmp_path):
         assert words is None or why.startswith(words)
 
 
-def test_an_incomplete_tensor_is_not_compared(tmp_path, judged):
-    judged(whole(EXACT))
-    half = whole(EXACT) | {WEIGHT: [TensorPart(EXACT[WEIGHT][:32], 0, 0)]}
-    write(tmp_path / "run", [half])
-    read = [dumps.read_step(tmp_path / where, 1) for where in ("run", "reference", "reference/dithered-1")]
-    assert deviation.judge(StepDumps(1, read[0], read[1], (read[2],)))[1] == [WEIGHT]
-
-
 def test_without_dithered_repetitions_nothing_is_known(tmp_path):
     for name in ("run", "reference"):
         write(tmp_path / name, [whole(EXACT)])

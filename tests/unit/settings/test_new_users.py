@@ -74,22 +74,6 @@ def test_score_names_every_file_that_is_unfit_before_it_reads_weights(cli, tmp_p
     assert "[Errno" not in text
 
 
-COLUMNS = {"ranks": False, "entropies": False}
-
-
-@pytest.mark.parametrize(
-    "there, wanted, serves",
-    (
-        (COLUMNS, set(), True), (COLUMNS | {"entropies": True}, set(), True), (COLUMNS, {"entropies"}, False),
-        (COLUMNS | {"ranks": True}, {"ranks"}, True), (None, set(), False),
-    ),
-)  # fmt: skip
-def test_scores_that_are_there_serve_if_they_have_what_is_wanted(there, wanted, serves):
-    identity = {"weights": 1, "columns": COLUMNS | {"entropies": True}}  # as --against asks for
-    assert score._serves({"weights": 1, "columns": there}, identity, wanted) is serves
-    assert not score._serves({"weights": 2, "columns": there}, identity, wanted)
-
-
 def test_a_conversation_without_preprocessing_names_the_setting(tmp_path):
     (tmp_path / "training.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     with pytest.raises(ConfigError, match=r"cfg\.dataset\.preprocessing = ChatSFTPreprocessingConfig"):

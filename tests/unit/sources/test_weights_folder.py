@@ -278,15 +278,6 @@ def test_the_identity_has_weights_only_where_a_run_has_them():
     assert identity(config, None) == identity(compose("qwen3_toy").config, None)
 
 
-def test_a_models_config_round_trips(tmp_path):
-    """Sizes go to config.json and come back; so do scaled rotary frequencies."""
-    model = hf_folders.model_section("llama32_toy")
-    family = hf_models.family_of(model)
-    (tmp_path / "config.json").write_text(json.dumps(hf_models.config_of(family, model, "bfloat16")))
-    assert hf_models._sizes(family, hf_models._config(tmp_path)) == family.sizes(model)
-    assert family.sizes(model)["rope_factor"] == 32.0
-
-
 @pytest.mark.parametrize(
     "model, field, value",
     (
