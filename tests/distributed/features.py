@@ -7,7 +7,7 @@ Hugging Face checkpoint of the pair's model.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.distributed.layouts.test_fp8 import EXPERTS, HYBRID, LATENT
+from tests.distributed.layouts.rows import EXPERTS, HYBRID, LATENT
 from tests.distributed.small_models import small
 from tp_invariant_recipes.features.audit import cells
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.layouts import test_fp8
+from tests.distributed.layouts import rows as layout_rows
 from tests.distributed.scenario import STOCK, unequal
 from tests.gpu.side_by_side import EXPERTS as SMALL_EXPERTS
 from tests.gpu.side_by_side import Run, Trained, folder_of, gpus_for, marks
@@ -150,10 +150,10 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 
-FP8_TOY = f"{test_fp8.SMALL} iters=8"
+FP8_TOY = f"{layout_rows.SMALL} iters=8"
 FP8_EXPERTS = f"{SMALL_EXPERTS} iters=4 gbs=2 numerics.virtual_shards=2"
-FP8_LATENT = f"{test_fp8.LATENT} iters=4"
-FP8_HYBRID = f"{test_fp8.HYBRID} iters=4 model.hidden_size=208 model.mamba_head_dim=64"
+FP8_LATENT = f"{layout_rows.LATENT} iters=4"
+FP8_HYBRID = f"{layout_rows.HYBRID} iters=4 model.hidden_size=208 model.mamba_head_dim=64"
 _TENSORWISE, _BLOCKWISE, _BY_32 = "precision=fp8_tensorwise", "precision=fp8_blockwise", "precision=mxfp8"
 _NAMED = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
 _GRAPHS, _TWO, _EP = ("tp=1 cuda_graph=full", "tp=1 cuda_graph=te"), ("tp=1", "tp=2"), ("tp=1", "tp=2 ep=2")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.distributed.guard_faults import Planted
-from tests.distributed.layouts.families import NEXT
+from tests.distributed.layouts.rows import NEXT
 from tests.distributed.scenario import unequal
 from tests.distributed.small_models import RECOMPUTED, small
 from tp_invariant_recipes.ledger import evidence

@@ -1,4 +1,4 @@
-"""`numerics=portable` on a CPU: one ledger for every layout; other arithmetic shows, and is refused."""
+"""`numerics=portable` on a CPU: other arithmetic shows, and is refused. Layouts: rows.py."""
 
 import json
 import re
@@ -7,51 +7,20 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.faults import fewer_kept_bits
-from tests.distributed.scenario import agree, unequal
-from tests.distributed.small_models import BUCKETS, DISTRIBUTED, GATHER, SHORTEST, small
+from tests.distributed.layouts.rows import PORTABLE, PORTABLE_EXPERTS, PORTABLE_SMALL
+from tests.distributed.small_models import SHORTEST
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
 
-SMALL = "qwen3_toy numerics=portable seq=32 gbs=2 iters=2"
-PORTABLE = f"{SHORTEST} numerics=portable"
-EXPERTS = small("qwen3_moe_toy").replace("qwen3_moe_toy", "qwen3_moe_toy numerics=portable") + " iters=2"
 REFUSED = (
     r"numerics=portable: this CPU \(\w+\) is not bitwise identical to the definition, .*: bf16/\w+: \d+ of \d+ outputs "
     r"differ, the first at \[\d+, \d+\]: recorded 0x\w{8}, computed 0x\w{8}; .*or numerics=tree"
 )
 
-# Model and what is held fixed, the layouts that must agree.
-LONGER = (
-    (SMALL, ("tp=1", "tp=4 sp=false", "tp=1 pp=2")),
-    (
-        f"{SMALL} gbs=4 numerics.data_shards=4 model.num_layers=1",
-        ("dp=1", f"dp=4 {GATHER}", "dp=2", f"tp=2 dp=2 {DISTRIBUTED} {BUCKETS}", "mbs=2"),
-    ),
-    (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=1 pp=2", "tp=4")),
-    *((f"{model} numerics=portable seq=32 gbs=1 iters=1", ("tp=1", "tp=2")) for model in ("llama32_toy", "qwen25_toy")),
-)
 
-
-def test_one_ledger_for_all_layouts(scenario):
-    """And tree has another one."""
-    agree(scenario(PORTABLE), ("tp=1", "tp=2"))
+def test_tree_has_another_ledger(scenario):
     tree, portable = (scenario(words, "tp=1").ledger() for words in (SHORTEST, PORTABLE))
     assert tree[0].gradients != portable[0].gradients
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("fixed, layouts", LONGER)
-def test_one_ledger_for_more_layouts(scenario, fixed, layouts):
-    agree(scenario(fixed), layouts)
-
-
-@pytest.mark.release
-def test_the_optimizers_state_goes_on_in_another_layout(shared, scenario):
-    more = f"gbs=4 numerics.data_shards=2 iters=4 ledger.state_digests=1 {DISTRIBUTED}"
-    saved = shared("train", *SMALL.split(), *more.split(), "dp=2", "save=2", "train.exit_interval=2", "run.dir=resumed")
-    assert saved.status == 0, saved.stderr
-    shared("train", "--resume", "resumed", "dp=1", "tp=2", "train.exit_interval=null", status=0)
-    assert unequal(shared.ledger("resumed"), scenario(SMALL, more).ledger()) == []
 
 
 def test_scaled_frequencies_are_those_of_megatron(bridge):
@@ -184,7 +153,7 @@ def _not_stated(scenario, *words: str) -> list[str]:
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("model", (SMALL, EXPERTS), ids=("dense", "experts"))
+@pytest.mark.parametrize("model", (PORTABLE_SMALL, PORTABLE_EXPERTS), ids=("dense", "experts"))
 def test_a_run_has_stated_operations_only(scenario, model):
     assert _not_stated(scenario, model) == []
 
@@ -192,5 +161,5 @@ def test_a_run_has_stated_operations_only(scenario, model):
 @pytest.mark.release
 def test_a_run_of_tree_has_others(scenario):
     """The control: attention and norms of a library."""
-    result = " ".join(_not_stated(scenario, SMALL, "numerics=tree"))
+    result = " ".join(_not_stated(scenario, PORTABLE_SMALL, "numerics=tree"))
     assert "bmm in " in result or "mm in " in result
