@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.distributed.faults import at_step, fail, lives, ranks_of, reached, wait_for_ever, wait_for_sigterm
+from tests.distributed.faults import at_step, fail, lives, ranks_of, reached, wait_for_ever
 from tests.distributed.small_models import SAVED
 from tests.ledgers import agree, steps
 from tp_invariant_recipes.multinode import agent, rendezvous
@@ -116,25 +116,6 @@ def test_two_nodes_compute_what_one_machine_does(finished, whole):
     assert (attempt["outcome"], attempt["job"]["id"]) == ("completed", finished.job)
     assert sorted(file.name for file in (folder / "logs").glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]
     assert [c.step for c in checkpoints.finished(folder / "checkpoints")] == [2, 4]
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("number, word", ((signal.SIGUSR1, "requeue"), (signal.SIGTERM, "stopped")))
-def test_a_signal_saves_and_the_next_start_goes_on_with_the_same_bits(nodes, whole, number, word):
-    held = at_step(3, wait_for_sigterm)
-    started = nodes.start(*here(nodes), "save=0", before={0: held, 1: held})
-    started[0].until(reached(nodes.tpi.folder, 3))
-    for process in started.values():
-        os.kill(process.pid, number)
-    assert {process.wait() for process in started.values()} == {0}
-    assert nodes.word("run") == f"{word}\n"
-    last = nodes.attempts("run")[-1]
-    assert (last["outcome"], last["requeued"]) == ("stopped", word == "requeue")
-    assert len(nodes.tpi.ledger("run")) == 3
-    statuses, message = nodes(*here(nodes))
-    assert statuses == {0: 0, 1: 0}, message
-    assert nodes.attempts("run")[1]["from_step"] == 3
-    assert agree(steps(nodes.tpi.folder / "run"), steps(whole))
 
 
 @pytest.mark.release

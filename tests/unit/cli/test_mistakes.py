@@ -19,12 +19,8 @@ TRAIN = (
 )  # fmt: skip
 BENCH = (
     (["qwen3_toy", "--modes", "stock,tre"], ["--modes stock,tre: name modes once each, of stock, deterministic"]),
-    (["qwen3_toy", "--modes", "stock,tree,stock"], ["--modes stock,tree,stock: name modes once each"]),
     (["qwen3_toy", "--modes", "tree,tree+digest"], ["--modes tree,tree+digest: name", "each with +digests, +guard"]),
     (["qwen3_toy", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
-    (["qwen3_toy", "--dir", "taken/file"], ["--dir taken/file is a file"]),
-    (["qwen3_toy", "device=gpu", "--modes", "stock"], ["device=gpu, but this machine shows no GPU"]),
-    (["qwen3_toy", "numerics.virtual_shards=3"], ["numerics.virtual_shards=3: must be a power of two"]),
     (
         ["qwen3_toy", "gbs=3", "mbs=2", "numerics.virtual_shards=3", "iters=3", "save=2"],
         [
@@ -53,8 +49,6 @@ AUDIT = (
     (["--recorded", "a", "b", "tp=2"], ["trains nothing; leave out tp=2"]),
     (["--recorded", "a", "b"], ["a and b have no step in common"]),
     ([], ["missing MODEL"]),
-    (["qwen3_toy", "--against", "tp=3"], ["tp=3 does not divide"]),
-    (["qwen3_toy", "--against", "iters=3"], ["--against iters=3: both train for as long"]),
     (["qwen3_toy", "--dir", "taken", "--against", "tp=2"], ["--dir taken is there and is not an empty directory"]),
     (
         ["qwen3_toy", "save=2", "gbs=3", "mbs=2", "ledger.trace=1:1"],
@@ -71,14 +65,11 @@ VERIFY = (
     (["qwen3_toy", "tp=2"], ["a sweep of one configuration compares nothing", "as in tp=1,2,4", "--against FILE"]),
     (["qwen3_toy", "tp=1,2", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
     (["qwen3_toy", "tp=1,2,1"], ["tp=1,2,1: 1 is given twice"]),
-    (["qwen3_toy", "tp=1,2", "tp=4"], ["tp has several values and is given twice"]),
     (
         ["qwen3_toy", "tp=1,2", "model.tensor_model_parallel_size=4"],
         ["tp has several values and is given twice"],
     ),
-    (["qwen3_toy", "tp=range(3,1)"], ["tp=range(3,1): gives no value"]),
     (["qwen3_toy", "tp=range(1,9,0)"], ["tp=range(1,9,0): ", "list the values, as in tp=1,2,4"]),
-    (["qwen3_toy", "lr=interval(0,1)"], ["lr=interval(0,1): ", "list the values"]),
     (["qwen3_toy", "tp=range(1,100000000)"], ["more than 100 configurations"]),
     (["qwen3_toy", "tp=range(1,13)", "pp=range(1,13)"], ["tp=range(1,13) pp=range(1,13): more than 100 "
         "configurations"]),
@@ -90,7 +81,6 @@ VERIFY = (
     (["qwen3_toy", "tp=1", "--against", "taken/file"], ["--against: taken/file line 1: empty file"]),
     (["--recheck", "taken"], ["taken is not a directory of tpi verify: matrix.json"]),
     (["--recheck", "taken", "--dir", "x"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
-    (["qwen3_toy", "--recheck", "taken"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
     (
         ["qwen3_toy", "tp=1,3,5", "seed=1,2", "gbs=3", "mbs=2", "foo=3", "run.dir=x", "pp=2,2"],
         [
@@ -133,21 +123,16 @@ def test_one_traced_step_needs_no_quotes(cli, here, trace):
 # Arguments of `tpi train`, and what the message says.
 FORMS = (
     ("qwen3_toy --tp 2", "A key has no dashes: write tp=2."),
-    ("qwen3_toy --tp=2", "A key has no dashes: write tp=2."),
     ("--tp 2 qwen3_toy", "A key has no dashes: write tp=2."),
-    ("qwen3_toy --tensor-model-parallel-size", "A key has no dashes: write tp=VALUE."),
     ("qwen3_toy --learning-rate 3e-4", "A key has no dashes: write lr=3e-4."),
     ("qwen3_toy --seed=\x1b]0;x", "A key has no dashes: write seed=\\x1b]0;x."),
     ("qwen3_toy --numerics stock", "A key has no dashes: write numerics=stock."),
     ("qwen3_toy tp 2", "tp 2: write tp=2"),
     ("qwen3_toy TP 2 seed=3", "TP 2: write tp=2"),
-    ("qwen3_toy numerics stock", "numerics stock: write numerics=stock"),
     ("qwen3_toy num_layers 3", "num_layers 3: write model.num_layers=3"),
-    ("qwen3_toy learning_rate=3", "unknown key 'learning_rate'; did you mean 'lr'?"),
     ("qwen3_toy global_batch_size=3", "unknown key 'global_batch_size'; did you mean 'gbs'?"),
     ("qwen3_toy batch_size=3", "unknown key 'batch_size'; did you mean 'mbs' or 'gbs'?"),
     ("qwen3_toy num_layers=3", "unknown key 'num_layers'; did you mean 'model.num_layers'?"),
-    ("QWEN3_TOY", "unknown model 'QWEN3_TOY'; did you mean 'qwen3_toy'?"),
     ("Qwen/Qwen3-8B", "unknown model 'Qwen/Qwen3-8B'; did you mean 'qwen3_8b'?"),
     ("tp=2", "unknown model 'tp=2'; the model comes first: MODEL tp=2"),
 )

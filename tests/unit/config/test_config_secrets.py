@@ -1,14 +1,9 @@
 """An interpolation cannot put a variable, a file or the clock into what a run writes: it is refused by its key."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.errors import TpiError
-from tp_invariant_recipes.launch.record import RunRequest
 
 SECRET = "hunter2-b0a1"
 FILE = "secret.txt"
@@ -90,19 +85,6 @@ def test_no_command_shows_or_writes_it(cli, tmp_path, command):
     assert "is not resolved" in ended.err
     assert SECRET not in ended.out + ended.err
     assert not [f for f in tmp_path.rglob("*") if f.is_file() and f.suffix != ".pyc"]  # of packages imported first
-
-
-def test_a_forged_run_with_one_is_not_resumed(tmp_path):
-    run = tmp_path / "forged"
-    run.mkdir()
-    before = {"model": "qwen3_toy", "device": "cpu", "numerics": {"mode": "tree"}, "identity": {}, "attempts": []}
-    overrides = ["data.json_key=${oc.env:TPI_TEST_SECRET}"]
-    (run / "run.json").write_text(
-        json.dumps(before | {"overrides": overrides, "layout": {}, "identity_hash": "0" * 64})
-    )
-    with pytest.raises(TpiError, match=r"data\.json_key: .*not resolved") as refused:
-        RunRequest(None, (), resume=Path("forged")).composed()
-    assert SECRET not in str(refused.value)
 
 
 def test_references_to_other_keys_and_our_own_functions_are_resolved():

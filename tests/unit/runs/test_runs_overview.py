@@ -15,7 +15,6 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record
-from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.runs import attempts, overview
 from tp_invariant_recipes.runs.lock import locked
@@ -234,16 +233,6 @@ def test_no_folder_and_no_run(cli):
     assert cli("runs").out == "no run below runs\n"
     ended = cli("runs", "nowhere")
     assert (ended.status, ended.err) == (2, "error: nowhere: there is no such folder\n")
-
-
-def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
-    a_run("a")
-    ended = cli("train", "--resume", "runs/a", "iters=6")
-    assert ended.status == 2
-    assert "scheduler.lr_decay_iters was 3 and is 6 now; set scheduler.lr_decay_iters=3" in ended.err
-    # The key that it names is the one that helps: what is refused then is another thing.
-    composed = RunRequest(None, tuple(parse_all(["iters=6", "scheduler.lr_decay_iters=3"])), Path("runs/a"))
-    assert composed.plan(composed.composed()).steps == 6
 
 
 def test_the_end_of_a_run_says_where_things_are():
