@@ -146,7 +146,7 @@ def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, reco
     raise typer.Exit(EXIT_STATUS[Verdict.DIFFERENT if differ else Verdict.IDENTICAL])
 
 
-CPU_LOCK = "make bootstrap (the versions in scripts/lock work together; a plain pip install backtracks)"
+CPU_LOCK = "make bootstrap, or the locks (docs/install.md)"
 # What `make gpu` expects of the machine (docs/install.md). The CUDA compiler is not among it: scripts/lock has one.
 GPU_NEEDS = ("a driver for CUDA 13", "g++", "Python's headers")
 GPU_LOCK = f"make gpu (needs {', '.join(GPU_NEEDS)}; the lock brings the CUDA compiler), or an NVIDIA container"

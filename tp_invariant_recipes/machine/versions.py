@@ -1,13 +1,13 @@
 """Versions of the software that computes, read from package metadata without heavy imports."""
 
+import platform
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 import tp_invariant_recipes
 
@@ -57,16 +57,18 @@ def installed(distribution: str) -> str | None:
         return None
 
 
+def lock_dir() -> Path:
+    """Return the folder of this architecture's locks: in a wheel inside the package, in a checkout in `scripts/`."""
+    package = Path(tp_invariant_recipes.__file__).parent
+    inside = package / "lock"
+    return (inside if inside.is_dir() else package.parent / "scripts" / "lock") / platform.machine()
+
+
 @cache
 def pinned() -> dict[str, str]:
-    """Distribution -> the version that pyproject.toml pins in its extras `megatron` and `gpu`; {} if not installed."""
-    try:
-        requirements = [Requirement(line) for line in requires("tp-invariant-recipes") or []]
-    except PackageNotFoundError:
-        return {}
-    extras = ({"extra": "megatron"}, {"extra": "gpu"})
-    wanted = [line for line in requirements if line.marker and any(map(line.marker.evaluate, extras))]
-    return {line.name: next(iter(line.specifier)).version for line in wanted}
+    """Distribution -> the version that the locks have; {} on an architecture without locks."""
+    text = "".join(file.read_text() for file in sorted(lock_dir().glob("*.txt")))
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
 
 
 def versions() -> dict[str, str | None]:

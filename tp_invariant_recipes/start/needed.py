@@ -1,12 +1,13 @@
 """Packages that a plain `pip install` of this one does not bring: who needs them, and what a command says without them.
 
-needed.check("tpi train", needed.TRAINING)     RunError: "tpi train needs megatron-bridge, which is not installed …"
+needed.check("tpi train", needed.TRAINING)     RunError: "tpi train needs megatron-bridge, … the locks base.txt, …"
 """
 
 import importlib.util
 from collections.abc import Sequence
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.machine.versions import lock_dir
 
 # Module -> the distribution that holds it. An import that fails below one of them says that it is missing.
 DISTRIBUTIONS = {
@@ -27,7 +28,13 @@ DISTRIBUTIONS = {
     "comet_ml": "comet-ml",
 }
 TRAINING = ("megatron.bridge", "megatron.core", "torch")
-HOW = "make bootstrap in a checkout installs the versions that work together (docs/install.md; tpi doctor lists them)"
+LOCKS = ("tools", "base", "torch", "megatron", "gpu")  # in scripts/lock; each needs those before it
+# Distribution -> its lock, where that is not `megatron`; or the extra of this package that installs it.
+LOCK_OF = {
+    "numba": "base", "torch": "torch", "triton": "torch",
+    **dict.fromkeys(("transformer-engine", "mamba-ssm", "causal-conv1d"), "gpu"),
+}  # fmt: skip
+EXTRAS = {"wandb": "wandb", "mlflow-skinny": "mlflow", "comet-ml": "comet"}
 
 
 def check(command: str, modules: Sequence[str]) -> None:
@@ -46,10 +53,16 @@ def there(module: str) -> bool:
 
 
 def message(command: str, distributions: Sequence[str]) -> str:
-    """One sentence: what the command needs, and how to get it."""
+    """One sentence: what the command needs, and which lock or extra has it."""
     *others, last = distributions
     names, are = (f"{', '.join(others)} and {last}", "are") if others else (last, "is")
-    return f"{command} needs {names}, which {are} not installed here: {HOW}"
+    if {*distributions} <= EXTRAS.keys():
+        how = f"pip install 'tp-invariant-recipes[{','.join(EXTRAS[name] for name in distributions)}]'"
+    else:
+        last_lock = max(LOCKS.index(LOCK_OF.get(name, "megatron")) for name in distributions)
+        files = ", ".join(f"{name}.txt" for name in LOCKS[: last_lock + 1])
+        how = f"make bootstrap, or install the locks {files} of {lock_dir()} with Python 3.12 (docs/install.md)"
+    return f"{command} needs {names}, which {are} not installed here: {how}"
 
 
 def missing(error: ModuleNotFoundError) -> str | None:

@@ -150,3 +150,16 @@ def test_what_a_user_can_mend_is_one_line(failing, error, status, words):
 
 def test_an_error_of_the_system_without_a_path_is_a_defect(failing):
     assert "Traceback" in failing(OSError(errno.EIO, "Input/output error")).err
+
+
+@pytest.mark.parametrize(
+    "packages, how",
+    (
+        (["torch"], "the locks tools.txt, base.txt, torch.txt of {} with Python 3.12"),
+        (["torch", "megatron-bridge"], "the locks tools.txt, base.txt, torch.txt, megatron.txt of {} with Python 3.12"),
+        (["mamba-ssm"], "torch.txt, megatron.txt, gpu.txt of {} with Python 3.12"),
+        (["wandb"], "pip install 'tp-invariant-recipes[wandb]'"),
+    ),
+)
+def test_what_is_not_installed_names_its_lock_or_its_extra(packages, how):
+    assert how.format(lock_dir()) in needed.message("tpi train", packages)
