@@ -10,6 +10,8 @@ from tests import ledgers
 from tp_invariant_recipes import __version__, errors, files
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.ledger.record import Header
+from tp_invariant_recipes.machine.versions import lock_dir
+from tp_invariant_recipes.start import needed
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TpiError)]
 KINDS.remove(errors.Interrupted)
