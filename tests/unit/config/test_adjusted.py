@@ -8,9 +8,8 @@ from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.config import adjusted
 from tp_invariant_recipes.config.adjusted import ROWS, adjust
-from tp_invariant_recipes.config.compose import _types, compose
+from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import environment, run_config
 
@@ -124,11 +123,6 @@ def test_a_run_that_is_covered_stays_unchanged():
     assert adjust(TREE, (), {}, None) == (TREE, [])
 
 
-def test_the_name_of_numerics_types_neither_its_shards_nor_its_context_shards():
-    assert _types(parse("numerics=tree")) == ("numerics.mode",)
-    assert _types(parse("numerics.context_shards=2")) == ("numerics.context_shards",)
-
-
 def test_a_variable_of_the_cluster_is_none_of_the_recipe():
     config = _with("cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN", "16")
     assert adjust(config, (), {"NVTE_FWD_LAYERNORM_SM_MARGIN": "20"}, None) == (config, [])
@@ -180,12 +174,6 @@ def test_ranks_that_would_split_an_expert_share_whole_ones(experts, tp, ep, etp,
     assert (done.model["expert_model_parallel_size"], done.model["expert_tensor_parallel_size"]) == (now, 1)
 
 
-@pytest.mark.parametrize("beside", (_PACKED, {"model__mtp_num_layers": 1}))
-def test_what_no_graph_captures_runs_without(beside):
-    config = with_fields(_with("model.cuda_graph_impl", "transformer_engine"), **beside)
-    assert adjust(config, (), {}, None)[0].model["cuda_graph_impl"] == "none"
-
-
 def test_what_a_recipe_leaves_to_bridges_default_is_adjusted():
     examples = with_fields(TREE, dataset___target_=_SFT, dataset__dataset_kwargs=None, checkpoint__async_save=True)
     done, lines = adjust(examples, (), {}, None)
@@ -208,13 +196,6 @@ def test_a_precision_with_fp32_sums_has_its_name():
     config = _with("mixed_precision", {"bf16": True, "grad_reduce_in_fp32": False})
     assert adjust(config, (), {}, "bf16_mixed")[0].mixed_precision == "bf16_mixed"
     assert adjust(config, (), {}, None)[0].mixed_precision == {"bf16": True, "grad_reduce_in_fp32": True}
-
-
-@pytest.mark.parametrize("precision", ("nvfp4", "fp8_delayed_scaling"))
-def test_products_without_a_definition_are_not_adjusted(precision):
-    """Another precision would train another model than the recipe's: it is refused by name (check/invariant/fp8.py)."""
-    config = adjusted._set(TREE, ["mixed_precision"], f"bf16_with_{precision}_mixed")
-    assert adjust(config, (), {}, None) == (config, [])
 
 
 def test_of_mxfp8_what_the_products_do_without_is_adjusted():

@@ -182,12 +182,6 @@ def test_a_job_that_cannot_be_requeued_says_how_to_go_on(run_script, play, tmp_p
     assert f"sbatch {tmp_path}/run/job.sbatch" in ended.stderr
 
 
-def test_each_try_begins_with_a_line_in_the_log(run_script, play):
-    first, third = play(run_script, "").stdout, play(run_script, "", SLURM_RESTART_COUNT="2").stdout
-    assert first.endswith(" job 12, try 1, on n1\n")
-    assert third.endswith(" job 12, try 3, on n1\n")
-
-
 def test_every_word_reaches_the_run_as_typed(play, tmp_path):
     path = f"{tmp_path}/it's $(touch {tmp_path}/evil) `b` %j"
     asked = [*THROWAWAY, "slurm.time=5", "data=text", f"data.path={path}", f"run.dir={path}"]

@@ -35,7 +35,6 @@ from tp_invariant_recipes.features.score import against as score_against
 from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.launch import ranks
-from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger import certificate, dumps, evidence, stream
 from tp_invariant_recipes.ledger.dumps import RANKS, Dumped, distance, file_of, read_step
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
@@ -43,7 +42,7 @@ from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.multinode import agent, rendezvous
+from tp_invariant_recipes.multinode import rendezvous
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.reading import parse_json
 from tp_invariant_recipes.report import runs as report_runs
@@ -266,24 +265,11 @@ MESSAGES: dict[str, Any] = {
 
 def message_of(key: str) -> Callable[[Path, bytes], None]:
     def read(folder: Path, data: bytes) -> None:
-        """What nodes do with what they are told."""
         value = rendezvous.parse(key, data)
         if key.startswith("failed"):
-            min(value.cause, 0.0), f"{value.why} {value.name}".encode()
             assert not value.rank_states or str(ranks.hanging(value.rank_states, RunDir(folder)))
-        if key == "orders":
-            here = rendezvous.Agreed({"A": "2"}, {"A": "2"}, {"A": "2"})
-            "\n".join(agent._differences(value.agreed, here, NODE)).encode()
-            assert value.start + 1 > 0
-        if key == "over":
-            assert value.outcome is None or Outcome(value.outcome)
-        if key.startswith("arrived"):
-            "\n".join([*value.problems, value.name, value.reached]).encode()
 
     return read
-
-
-NODE = rendezvous.NodeInfo("1", 0, 1, 2, "n1", "n[0-1]", "127.0.0.1")
 
 
 MANIFEST = {"schema": 1, "step": 1, "identity_hash": "x", "layout": {}, "optimizer_state": "x", "experts_apart": False}
@@ -499,12 +485,10 @@ CONFIG = b"train: {train_iters: 1}\n"
 MEMBERS = {"ledger.jsonl": HEAD + STEP, "config.yaml": CONFIG, "run.json": as_json(RUN), "versions.json": b"{}"}
 MEMBERS |= {"environment.json": b"{}"}
 CONFIGS = (
-    b"[" * 1_500, b"train: {train_iters: '1'}", b"train: [1]", b"- train", b"&a [*a]",
-    b"train: &a {train_iters: 1, x: *a}",
+    b"[" * 1_500, b"train: {train_iters: '1'}", b"train: [1]", b"&a [*a]", b"train: &a {train_iters: 1, x: *a}",
     b"".join(b"a%d: &a%d [%s]\n" % (n, n, b"*a%d," % (n - 1) * 9 if n else b"1") for n in range(12)),
     b"train: {train_iters: 1, x: 2001-99-99}", b'train: {train_iters: 1, x: "\\ud800"}', b"? [1]\n: 2", b"\xff\xfe",
-    b"!!python/object:os.system x", b"train: {train_iters: 1, x: !!int a}",
-    b"train: {train_iters: %s}" % (b"9" * 5000), b"",
+    b"!!python/object:os.system x", b"train: {train_iters: %s}" % (b"9" * 5000), b"",
 )  # fmt: skip
 
 

@@ -76,10 +76,6 @@ def own_package(tmp_path, monkeypatch):
     sys.modules.pop(source.parent.name, None)
 
 
-def test_bytecode_that_will_be_written_is_not_missing(own_package):
-    assert cache.packages_without_bytecode() == []
-
-
 @pytest.mark.parametrize("prefix", (None, "cache"))
 def test_bytecode_that_python_may_not_write(own_package, tmp_path, monkeypatch, prefix):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -97,11 +93,6 @@ def test_it_is_kept_in_a_folder_of_tpi(own_package, monkeypatch):
     assert kept.is_relative_to(f"{cache.bytecode_folder()}{own_package.parent}")
     assert not list(own_package.parent.rglob("*.pyc"))
     assert cache.packages_without_bytecode() == []
-
-
-def test_bytecode_that_python_keeps_stays_where_it_is(own_package):
-    assert cache.keep_bytecode() is None
-    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (None, False)
 
 
 def test_a_cache_that_cannot_be_written(own_package, monkeypatch):
