@@ -4,10 +4,14 @@ import itertools
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
+
+from tp_invariant_recipes.machine.versions import KNOWN
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ("tools", "base", "dev", "torch", "megatron", "gpu", "kernels")
@@ -22,6 +26,10 @@ def pins(lock: str, architecture: str = "x86_64") -> dict[str, str]:
 
 def text_of(lock: str, architecture: str) -> str:
     return (ROOT / f"scripts/lock/{architecture}/{lock}.txt").read_text()
+
+
+def locked() -> dict[str, str]:
+    return {name: version for lock in LOCKS for name, version in pins(lock).items()}
 
 
 def test_a_lock_holds_versions_and_hashes_and_nothing_else():
@@ -53,10 +61,9 @@ def test_no_package_is_in_two_locks():
 
 def test_the_locks_satisfy_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    locked = {name: version for lock in LOCKS for name, version in pins(lock).items()}
     extras = [line for extra in project["optional-dependencies"].values() for line in extra]
     for requirement in map(Requirement, project["dependencies"] + extras):
-        assert requirement.specifier.contains(locked[requirement.name]), requirement
+        assert requirement.specifier.contains(locked()[requirement.name]), requirement
 
 
 def test_nvcc_compiles_for_the_named_architectures_only(tmp_path):
@@ -69,3 +76,16 @@ def test_nvcc_compiles_for_the_named_architectures_only(tmp_path):
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     wanted = "-gencode arch=compute_90,code=sm_90 -gencode arch=compute_103,code=sm_103"
     assert result.stdout == f"-c a.cu -o a.o {wanted}\n"
+
+
+def test_the_last_set_is_that_of_the_locks():
+    assert KNOWN[-1].versions == {name: locked()[name] for name in KNOWN[-1].versions}
+    assert all(item.evidence for item in KNOWN)
+
+
+@pytest.mark.release
+def test_the_versions_of_the_locks_break_nothing():
+    pins = [f"{name}=={locked()[name]}" for name in ("megatron-bridge", "megatron-core")]
+    command = [sys.executable, str(ROOT / "scripts" / "try-versions"), *pins, "--tests"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing breaks"), done.stdout + done.stderr

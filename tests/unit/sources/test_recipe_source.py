@@ -8,6 +8,7 @@ import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.machine.versions import KNOWN
 from tp_invariant_recipes.runs.run_dir import choose
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
 
@@ -58,9 +59,7 @@ def no_megatron(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("recipe, words", WRONG, ids=[recipe for recipe, _ in WRONG])
-def test_what_names_nothing_is_reported_without_bridge(recipe_file, monkeypatch, no_megatron, recipe, words):
-    monkeypatch.setattr(recipe_source.needed, "there", lambda module: True)
-    monkeypatch.setattr(recipe_source.bridge, "load", lambda: pytest.fail("imported Bridge"))
+def test_what_names_nothing_is_reported_without_bridge(recipe_file, no_bridge, no_megatron, recipe, words):
     with pytest.raises(ConfigError, match="recipe=") as caught:
         compose(recipe)
     assert words in str(caught.value)
@@ -115,3 +114,53 @@ def test_earlier_names_of_graphs(message, kind):
     result = recipe_layer._values("model", _Graphs(**message))
     assert result["cuda_graph_impl"] == kind
     assert result.get("cuda_graph_scope") == (["attn"] if "attn" in str(message) else None)
+
+
+SMALL = "raise SystemExit('imported')\ndef small():\n    pass\ndef _own():\n    pass\n"
+
+# What a file holds, the function that is asked for, and what is said.
+WRONG_FILES = (
+    (SMALL, "smal", "has no such function; did you mean 'small'?"),
+    (SMALL, "large", "has no such function; there are: small"),
+    ("def small(:\n    pass\n", "small", "cannot be imported: SyntaxError: invalid syntax (mine.py, line 1)"),
+    ("return 1\n", "small", "cannot be imported: SyntaxError: 'return' outside function"),
+    ("a = '\0'\n", "small", "cannot be imported: SyntaxError: source code string cannot contain null bytes"),
+)
+# Sources that give a module the name `small`, or may.
+VALID = ("small = print", "from os import path as small", "from os import *", "def __getattr__(name): pass")
+
+
+@pytest.fixture
+def no_bridge(monkeypatch, tmp_path):
+    monkeypatch.setattr(recipe_source.needed, "there", lambda module: True)
+    monkeypatch.setattr(recipe_source.bridge, "load", lambda: pytest.fail("imported Bridge"))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def recipe_problems(recipe, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={recipe}", overrides, device="cpu")
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("source, function, words", WRONG_FILES, ids=[words[:30] for *_, words in WRONG_FILES])
+def test_a_mistake_in_a_file_is_reported_at_once_with_the_others(tmp_path, no_bridge, source, function, words):
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    problems = recipe_problems(f"{file}:{function}", "tpp=2")
+    assert words in problems[0]
+    assert "did you mean 'tp'" in problems[1]
+
+
+@pytest.mark.parametrize("source", VALID)
+def test_every_way_to_give_a_name_is_given_to_the_import(tmp_path, no_bridge, source):
+    (tmp_path / "mine.py").write_text(source)
+    recipe_source._possible(f"recipe={tmp_path}/mine.py:small")
+
+
+def test_a_name_that_the_locked_bridge_lacks_needs_no_import(monkeypatch, no_bridge):
+    monkeypatch.setattr(recipe_source, "installed", lambda name: KNOWN[-1].versions[name])
+    assert "has no such recipe" in str(recipe_problems("wholly_different"))
+    monkeypatch.setattr(recipe_source, "installed", lambda name: "0.7.0")
+    with pytest.raises(pytest.fail.Exception, match="imported Bridge"):
+        compose("recipe=wholly_different", device="cpu")

@@ -1,9 +1,15 @@
 """Which rank a shadow step names, by what was unlike: pairs of replicas made by hand."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tp_invariant_recipes.features.guard.memory import first_unlike
+from tp_invariant_recipes.features.guard.optimizer import Adam
 from tp_invariant_recipes.features.guard.shadow import ReplicaPair, first_of, narrowed, of_replicas
+from tp_invariant_recipes.observe.optimizer_state import Slot
 
 NORM, QKV = "forward pass of decoder.layers.0.input_layernorm", "forward pass of decoder.layers.0.linear_qkv"
 OUTPUT = "backward pass at the input of output_layer"
@@ -71,3 +77,25 @@ def test_ranks_that_are_unlike_at_one_operation_are_all_suspects():
     ]
     result = first_of(both)
     assert (result.ranks, result.judge) == ((0, 1), None)
+
+
+@pytest.mark.parametrize("stepped, fault, cases", ((True, 0.0, [None]), (True, 1.0, ["w"]), (False, 0.0, [])))
+def test_a_step_is_judged_and_one_that_the_optimizer_skipped_is_not(stepped, fault, cases):
+    """A skipped step has a gradient and changes nothing, as after an overflow of fp16."""
+    weight = torch.nn.Parameter(torch.randn(128, generator=torch.Generator().manual_seed(0)))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    (group,) = optimizer.param_groups
+    slot = Slot(weight, weight, 0, False, optimizer, group)
+    judged: list = []
+    judge = SimpleNamespace(submit=lambda case: judged.append(case()))
+    guard = Adam(SimpleNamespace(slots=[slot]), {weight: "w"}, judge, 0, portable=False)
+    for number in range(2):  # the second step has moments
+        guard.before(random.Random(0))
+        weight.grad = torch.ones(128)
+        if stepped or not number:
+            optimizer.step()
+        if number:
+            weight.data += fault
+            judged.clear()
+        guard.after(number + 1)
+    assert [wrong and wrong.where.split()[2] for wrong in judged] == cases
