@@ -90,15 +90,6 @@ def test_a_run_is_written_and_submitted(cli, slurm, here, tmp_path):
     }
 
 
-def test_a_dry_run_prints_the_script_and_does_nothing(cli, slurm, here, tmp_path):
-    printed = cli("submit", *RUN, "run.dir=a", "--dry-run")
-    assert printed.status == 0
-    assert f"would run: sbatch --parsable {here}/a/job.sbatch" in printed.err
-    assert [*here.iterdir(), *_registered(tmp_path), *slurm.calls("sinfo"), *slurm.calls("sbatch")] == []
-    assert cli("submit", *RUN, "run.dir=a").status == 0
-    assert (here / "a" / "job.sbatch").read_text() == printed.out
-
-
 def test_a_login_node_needs_no_transformer_engine(cli, slurm, here):
     before = dict(os.environ)
     more = ("precision=fp8_tensorwise", "cuda_graph=te", "numerics=stock")
