@@ -127,13 +127,10 @@ def _flips(run: str, parameter: str, *ranks: int, full: bool = True) -> list[Fau
     """One bit, low and high, of everything that a run has of a parameter."""
     bits = (0, 22) if full else (0,)
     rows = (
-        (EARLY, "gradient", "gradients"),
-        (CLIP, "gradient", "clipped"),
-        (READ, "read", "clipped"),
-        (AFTER, "master", "weights" if "fp32" in run else "masters"),
-        (AFTER, "exp_avg", "moments"),
+        (EARLY, "gradient", "gradients"), (CLIP, "gradient", "clipped"), (READ, "read", "clipped"),
+        (AFTER, "master", "weights" if "fp32" in run else "masters"), (AFTER, "exp_avg", "moments"),
         (AFTER, "exp_avg_sq", "moments"),
-    )
+    )  # fmt: skip
     # In fp32 the owner updates the weight itself, which the other ranks hold too.
     also = ("replicas",) if run == "distributed fp32" else ()
     results = [

@@ -81,13 +81,10 @@ def test_a_run_is_written_and_submitted(cli, slurm, here, tmp_path):
     submission = json.loads(where.submission.read_text())
     assert submission.pop("time")
     assert submission == {
-        "schema": 1,
-        "kind": "train",
-        "model": "qwen3_toy",
-        "command": f"tpi submit {' '.join(RUN)} tp=2 iters=7 'run.dir=a b'",
-        "directory": str(where.path),
+        "schema": 1, "kind": "train", "model": "qwen3_toy",
+        "command": f"tpi submit {' '.join(RUN)} tp=2 iters=7 'run.dir=a b'", "directory": str(where.path),
         "jobs": [{"id": "12", "role": "train"}],
-    }
+    }  # fmt: skip
 
 
 def test_a_login_node_needs_no_transformer_engine(cli, slurm, here):

@@ -102,17 +102,10 @@ def test_it_says_what_it_is_of(run_to_certify):
     assert result.hash == hashlib.sha256(manifest).hexdigest()
     assert manifest == json.dumps(json.loads(manifest), sort_keys=True, separators=(",", ":")).encode()
     assert result.summary == {
-        "model": "qwen3_toy",
-        "layout": {"tp": 2, "pp": 1, "sp": True},
-        "numerics": {"mode": "tree"},
-        "device": {"name": "NVIDIA H200"},
-        "identity_hash": HEADER.identity_hash,
-        "steps": 3,
-        "of": 3,
-        "loss": "f32:40c80000",
-        "parameters": 1,
-        "digests": {"gradients": 3, "weights": 3},
-    }
+        "model": "qwen3_toy", "layout": {"tp": 2, "pp": 1, "sp": True}, "numerics": {"mode": "tree"},
+        "device": {"name": "NVIDIA H200"}, "identity_hash": HEADER.identity_hash, "steps": 3, "of": 3,
+        "loss": "f32:40c80000", "parameters": 1, "digests": {"gradients": 3, "weights": 3},
+    }  # fmt: skip
     words = certificate.summary_words(result.summary)
     assert words == "qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps, gradients of 3 steps, weights of 3 steps"
 
@@ -162,11 +155,8 @@ def with_a_gap(data: bytes) -> bytes:
 def forgeries(data: bytes) -> Iterator[tuple[str, bytes]]:
     """A certificate cut short or lengthened, then what a forger can make: all of these have a right seal."""
     yield from (
-        ("nothing", b""),
-        ("a start", data[:4]),
-        ("without its end", data[:-1]),
-        ("without its start", data[1:]),
-    )
+        ("nothing", b""), ("a start", data[:4]), ("without its end", data[:-1]), ("without its start", data[1:]),
+    )  # fmt: skip
     yield from (("a line more", data + b"\n"), ("a header before it", b"PK\x03\x04" + data))
     held = members(data)
     for name in MEMBERS:

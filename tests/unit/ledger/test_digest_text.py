@@ -66,21 +66,14 @@ def test_groups_are_layers_and_the_modules_around_them(name, group):
 
 def test_parameters_are_sorted_as_a_forward_pass_meets_them():
     names = [
-        "embedding.word_embeddings.weight",
-        "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
-        "decoder.layers.2.self_attention.linear_qkv.weight",
-        "decoder.layers.2.self_attention.q_layernorm.weight",
-        "decoder.layers.2.self_attention.linear_proj.weight",
-        "decoder.layers.2.mlp.linear_fc1.layer_norm_weight",
-        "decoder.layers.2.mlp.linear_fc1.weight",
-        "decoder.layers.2.mlp.linear_fc2.weight",
-        "decoder.layers.10.mlp.router.weight",
-        "decoder.layers.10.mlp.experts.2.linear_fc1.weight",
-        "decoder.layers.10.mlp.experts.10.linear_fc1.weight",
-        "decoder.layers.10.mlp.experts.2.linear_fc2.weight",
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
-    ]
+        "embedding.word_embeddings.weight", "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.2.self_attention.linear_qkv.weight", "decoder.layers.2.self_attention.q_layernorm.weight",
+        "decoder.layers.2.self_attention.linear_proj.weight", "decoder.layers.2.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.2.mlp.linear_fc1.weight", "decoder.layers.2.mlp.linear_fc2.weight",
+        "decoder.layers.10.mlp.router.weight", "decoder.layers.10.mlp.experts.2.linear_fc1.weight",
+        "decoder.layers.10.mlp.experts.10.linear_fc1.weight", "decoder.layers.10.mlp.experts.2.linear_fc2.weight",
+        "decoder.final_layernorm.weight", "output_layer.weight",
+    ]  # fmt: skip
     assert in_order(sorted(names)) == names
 
 

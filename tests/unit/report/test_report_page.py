@@ -106,12 +106,8 @@ def test_a_different_pair(html):
 def test_the_first_table_says_what_was_trained_where_and_how_it_ended(tmp_path):
     run = write_run(tmp_path / "tp1", device={"name": "NVIDIA H200"}, numerics={"mode": "tree"}, layout={"tp": 2})
     attempt = {
-        "host": "node7",
-        "time": "2026-01-02T03:04:05+0000",
-        "to_step": 6,
-        "outcome": "failed",
-        "why": "a reason",
-    }
+        "host": "node7", "time": "2026-01-02T03:04:05+0000", "to_step": 6, "outcome": "failed", "why": "a reason",
+    }  # fmt: skip
     file = RunFile(
         model="qwen3_8b", overrides=("lr=1", "data.path=/text"), device="gpu", layout={}, identity={},
         identity_hash="0" * 64, attempts=(Attempt(**attempt), Attempt(**attempt | {"host": "node8"})),

@@ -47,11 +47,8 @@ def test_a_manifest_says_what_was_written(tmp_path):
     path = save(tmp_path, 7)
     manifest = RunCheckpoint(path, 7).read_manifest()
     assert {key: getattr(manifest, key) for key in ("schema", "step", "identity_hash", "layout")} == {
-        "schema": 1,
-        "step": 7,
-        "identity_hash": "hash",
-        "layout": LAYOUT,
-    }
+        "schema": 1, "step": 7, "identity_hash": "hash", "layout": LAYOUT,
+    }  # fmt: skip
     assert {name: entry.bytes for name, entry in manifest.files.items()} == {n: len(c) for n, c in FILES.items()}
     assert sorted(p.name for p in path.iterdir() if p.is_file()) == sorted([MANIFEST, "__0_0.distcp", "__1_0.distcp"])
     assert select(tmp_path) == RunCheckpoint(path, 7)

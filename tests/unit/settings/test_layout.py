@@ -29,15 +29,12 @@ def layout_config(**changes) -> RunConfig:
     model = {field: 1 for field in DEGREES.values()} | {"sequence_parallel": False, "seq_length": 64} | DENSE
     train = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 10}
     made = {
-        "model": model,
-        "train": train,
-        "parallel": {"data_parallel_size": changes.pop("dp", 1)},
+        "model": model, "train": train, "parallel": {"data_parallel_size": changes.pop("dp", 1)},
         "optimizer": {"lr": changes.pop("lr", 1e-3), "min_lr": changes.pop("min_lr", 1e-4)},
         "checkpoint": {"save_interval": changes.pop("save", 0)},
         "data": {"kind": changes.pop("data", "mock"), "path": changes.pop("path", None)},
-        "device": {"kind": changes.pop("device", "gpu")},
-        "numerics": {"mode": changes.pop("mode", "tree")},
-    }
+        "device": {"kind": changes.pop("device", "gpu")}, "numerics": {"mode": changes.pop("mode", "tree")},
+    }  # fmt: skip
     for key, value in changes.items():
         if key in TRAIN:
             train[TRAIN[key]] = value

@@ -211,11 +211,8 @@ def test_a_run_has_its_own_environment_but_the_machines(monkeypatch):
         inside = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "CUDA_", "UNREL"))}
         os.environ["LEFT_BEHIND"] = "1"
     assert inside == {
-        "NCCL_ALGO": "Ring",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "CUDA_VISIBLE_DEVICES": "3",
-        "UNRELATED": "1",
-    }
+        "NCCL_ALGO": "Ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "3", "UNRELATED": "1",
+    }  # fmt: skip
     assert dict(os.environ) == before
 
 

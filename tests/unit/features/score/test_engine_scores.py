@@ -133,13 +133,10 @@ def columns(change=lambda item: item["reference"], seed=0):
 
     whole = logprobs()
     single = {
-        "sequence": np.repeat([0, 1], LENGTH),
-        "position": np.tile(np.arange(1, LENGTH + 1), 2),
-        "token": drawn,
-        "reference": whole[np.arange(2 * LENGTH), drawn],
-        "entropy": -(np.exp(whole) * whole).sum(1),
+        "sequence": np.repeat([0, 1], LENGTH), "position": np.tile(np.arange(1, LENGTH + 1), 2), "token": drawn,
+        "reference": whole[np.arange(2 * LENGTH), drawn], "entropy": -(np.exp(whole) * whole).sum(1),
         "of": lambda temperature: logprobs(temperature)[np.arange(2 * LENGTH), drawn],
-    }
+    }  # fmt: skip
     engine = change(single)
     single.pop("of")
     return Columns(**single, engine=engine)

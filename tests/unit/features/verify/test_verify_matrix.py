@@ -88,11 +88,8 @@ def test_each_cell_is_a_run_of_its_own_and_nothing_is_written_yet(here):
     assert result.directory.path.name.startswith("verify-qwen3_toy-")
     assert str(result.matrix) == "tp=1, 2 × dp=1, 2"
     assert [(cell.name, cell.ranks, cell.steps) for cell in result.matrix.cells] == [
-        ("tp1-dp1", 1, 3),
-        ("tp1-dp2", 2, 3),
-        ("tp2-dp1", 2, 3),
-        ("tp2-dp2", 4, 3),
-    ]
+        ("tp1-dp1", 1, 3), ("tp1-dp2", 2, 3), ("tp2-dp1", 2, 3), ("tp2-dp2", 4, 3),
+    ]  # fmt: skip
     for cell in result.matrix.cells:
         assert result.plans[cell.name].run_dir.path == result.directory.path / cell.name
         assert cell.layout == result.plans[cell.name].layout.as_dict()
