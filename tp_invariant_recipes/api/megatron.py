@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config import container as containers
@@ -112,13 +111,13 @@ def _rank(config: RunConfig) -> Iterator[None]:
     """Give this process the environment of a rank. Raises ConfigError: a variable of its own would change bits."""
     import torch
 
-    variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
+    variables = environment.of_run(config)
     if "RANK" not in os.environ:
         store = local.store()
         variables |= rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,)).environment()
     if config.device.kind == "cpu":
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch has read it at its import
-    with mock.patch.dict(os.environ, variables):
+    with environment.applied(variables):
         yield
 
 
