@@ -3,19 +3,15 @@
 import json
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from tests.distributed import audit_bugs
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.audit import campaign, cells, workflow
+from tp_invariant_recipes.features.audit import campaign, cells
 from tp_invariant_recipes.features.audit.cells import Cells
-from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, ShrunkFault, Trial
-from tp_invariant_recipes.patches import faults
-from tp_invariant_recipes.runs.matrix_dir import AuditedRun
+from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, Trial
 
 pytestmark = pytest.mark.usefixtures("bridge", "here")
 
@@ -55,16 +51,6 @@ def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_re
     [adapters] = cells.OPTIONS["adapters"]
     assert stock.refused.keys() == {adapters}
     assert "LoRA adapts weights that are there: weights=FOLDER" in stock.refused[adapters]
-
-
-def test_fp8_adds_more_tokens_at_a_time_than_the_shortest_sequence_has(here, monkeypatch):
-    monkeypatch.setattr(cells, "OPTIONS", {})
-    monkeypatch.setattr(cells, "LAYOUTS", {})
-    sizes = [
-        begun(here / precision, "numerics=tree", f"precision={precision}")._cells.sizes
-        for precision in ("bf16", "fp8_tensorwise")
-    ]
-    assert [{"seq=32", "seq=128"} & {*of_precision} for of_precision in sizes] == [{"seq=32"}, {"seq=128"}]
 
 
 PATTERNS = (("MEM*EME", "ME*ME*"), ("M*M*", None), ("MEME|*EME", None), ("ME*" * 9, "ME*ME*"))
@@ -189,49 +175,11 @@ def test_the_first_fault_that_is_not_known_ends_a_campaign_on_request(here, monk
     assert all(finding.trial.known == known for finding in result.findings)
 
 
-def test_a_known_fault_excludes_the_cells_that_show_it_alone(here, monkeypatch):
-    balance = cells.OPTIONS["balance"][-1]
-    monkeypatch.setattr(cells, "OPTIONS", {"balance": (balance,)})
-    audits = begun(here, model="qwen3_moe_toy")
-    planned = [frozenset((layout, balance)) for layout in ("tp=2", "dp=2")]
-    assert [audits._allowed(cell) for cell in planned] == [True, True]
-    [fault] = faults.shown(audits._cells.configured(planned[1]))
-    trial = Trial(("mbs=2", balance), BEYOND, "text", "backward x", 1.0, str(fault))
-    audits.state.findings.append(ShrunkFault(("mbs=2", balance), trial, "tpi audit", None))
-    assert [audits._allowed(cell) for cell in planned] == [True, False]
-    assert [audits._meets(cell, str(fault)) for cell in planned] == [False, False]
-    audits.state.findings.clear()
-    assert [audits._meets(cell, str(fault)) for cell in planned] == [False, True]
-
-
 def test_what_bridge_refuses_is_not_retried(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: None if "pp=2" in cell else True)
     assert len({*answers.started}) == len(answers.started)
     assert all("pp=2" not in trial.settings for trial in result.trials)
     assert (result.pending, result.exit_status) == (0, 0)
-
-
-@pytest.mark.parametrize("experts", (None, 8))
-def test_references_are_equal_if_configuration_steps_and_choices_are(here, monkeypatch, experts):
-    chosen = {"forward/decoder.layers.0.mlp.router/output.1": np.array([[0, 1]], dtype="u1")}
-    step = SimpleNamespace(names=[*chosen], read=lambda name: SimpleNamespace(bits=chosen[name]))
-    monkeypatch.setattr(workflow.dumps, "read_step", lambda run, step_number: step)
-
-    def key(layers: int = 2, steps: int = 1) -> str | None:
-        config = SimpleNamespace(sections={"model": {"num_layers": layers}}, shape=SimpleNamespace(experts=experts))
-        return workflow.reference_key(
-            SimpleNamespace(
-                reference=SimpleNamespace(composed=SimpleNamespace(config=config)),
-                directory=SimpleNamespace(training=lambda name: AuditedRun(here / name)),
-                steps=range(1, steps + 1),
-            )
-        )
-
-    first = key()
-    assert first == key()
-    assert len({first, key(layers=1), key(steps=2)}) == 3
-    chosen["forward/decoder.layers.0.mlp.router/output.1"] = np.array([[1, 0]], dtype="u1")
-    assert (key() == first) == (experts is None)
 
 
 FEW = ("optimizer.optimizer=adam", "optimizer.use_distributed_optimizer=false", "validation.eval_iters=0")

@@ -12,8 +12,7 @@ import pytest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Attempt
-from tp_invariant_recipes.machine.processor import address_towards, interface
-from tp_invariant_recipes.multinode import agent, rendezvous
+from tp_invariant_recipes.multinode import rendezvous
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
 from tp_invariant_recipes.runs.attempts import consecutive_failures
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -88,12 +87,6 @@ def test_only_tries_since_the_last_progress_count(before, start, count):
 )  # fmt: skip
 def test_a_request_to_stop_wins_over_one_to_go_on_elsewhere(stop, signals, resumable):
     assert (stop.signals, stop.resumable) == (signals, resumable)
-
-
-def test_the_interface_of_an_address():
-    assert interface("127.0.0.1") == "lo"
-    assert interface("192.0.2.77") is None
-    assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
 FIRST = NodeInfo(str(os.getpid()), 0, 0, 3, "n0", "n[0-2]", "127.0.0.1")
@@ -177,11 +170,3 @@ def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monk
         return
     with pytest.raises(RunError, match=r"^n2 of n\[0-2\] has sent no heartbeat for 0 s"):
         looks()
-
-
-@pytest.mark.timeout(30)
-def test_nobody_waits_twice_for_a_node_that_is_gone(first):
-    for key in ("joined/1", "joined/2", "ended/1", "left/1"):
-        first.set(key)
-    assert agent._wait_for_others(first, "ended", 0.2) == [True]
-    assert agent._wait_for_others(first, "left", None) == [True]

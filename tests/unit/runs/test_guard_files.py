@@ -1,16 +1,13 @@
 """The files of a guard: evidence, read whole or refused; what is not trusted, settled once; the exclusion of nodes."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tp_invariant_recipes.errors import CheckpointError
-from tp_invariant_recipes.launch.ranks import RankFailed
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
-from tp_invariant_recipes.multinode import agent
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.checkpoints import Untrusted
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -79,15 +76,3 @@ def test_the_last_good_step_is_of_this_run_so_far(tmp_path):
     assert checkpoints.read_good(run_dir, 100) == 0
     checkpoints.write_good(run_dir, 60)
     assert [checkpoints.read_good(run_dir, start) for start in (59, 60, 100)] == [0, 60, 60]
-
-
-@pytest.mark.parametrize(
-    "exclude, hardware, repeated", ((True, True, True), (False, True, False), (True, False, False))
-)
-def test_a_job_goes_on_without_the_nodes_only_where_asked(tmp_path, exclude, hardware, repeated):
-    run_dir = RunDir(tmp_path)
-    run_dir.excluded.write_text("n7\n")
-    checkpoints.distrust(run_dir, 1, Untrusted(0, ("n2",)))
-    planned = SimpleNamespace(run_dir=run_dir, config=SimpleNamespace(guard=SimpleNamespace(exclude=exclude)))
-    assert agent._excluded(planned, RankFailed("x", 0.0, user_error=True, hardware=hardware)) is repeated
-    assert run_dir.excluded.read_text() == ("n7\nn2\n" if repeated else "n7\n")
