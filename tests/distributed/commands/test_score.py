@@ -79,15 +79,6 @@ def test_tp_has_no_effect(scored):
     assert scored("qwen3 few.jsonl tp=2 --ranks --entropy") == scored("qwen3 few.jsonl --ranks --entropy")
 
 
-LAYOUTS = ("pp=2", "dp=2", "tp=2 sp=false", "tp=8", "dp=2 tp=2")
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_have_one_file(scored, layout):
-    assert scored(f"qwen3 s.jsonl {layout} --ranks --entropy") == scored("qwen3 s.jsonl --ranks --entropy")
-
-
 def test_stock_layouts_do_not(scored):
     stock = "qwen3 few.jsonl numerics=stock"
     assert by_id(scored(f"{stock} tp=2")) != by_id(scored(stock))
@@ -109,16 +100,18 @@ def test_products_in_fp8_have_one_file(scored, precision, layout):
     assert all(result[name] != bits for name, bits in plain.items())
 
 
-# Experts, and context-parallel ranks.
-MORE = (
+ALL = "qwen3 s.jsonl --ranks --entropy"
+# Layouts, experts, and context-parallel ranks.
+LAYOUTS = (
+    *((ALL, layout) for layout in ("pp=2", "dp=2", "tp=2 sp=false", "tp=8", "dp=2 tp=2")),
     *(("moe s.jsonl", layout) for layout in ("ep=2 dp=2", "tp=2 ep=2", "pp=1 dp=2")),
     ("qwen3 s.jsonl numerics.context_shards=2", "cp=2"),
 )
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("words, layout", MORE)
-def test_experts_and_context_parallel_ranks_have_one_file(scored, words, layout):
+@pytest.mark.parametrize("words, layout", LAYOUTS)
+def test_layouts_have_one_file(scored, words, layout):
     assert scored(f"{words} {layout}") == scored(words)
 
 

@@ -85,11 +85,6 @@ def test_spelling_does_not_distinguish_runs():
     assert repr(a) == repr(b)
 
 
-def test_of_repeated_keys_the_last_counts():
-    tree = compose("qwen3_toy", ["tp=3", "tp=4", "tp=2"]).config.sections
-    assert tree["model"]["tensor_model_parallel_size"] == 2
-
-
 def test_compositions_do_not_touch_each_other():
     changed = compose("qwen3_toy").config.sections
     changed["model"]["num_layers"] = 99
@@ -152,20 +147,6 @@ def test_these_models_have_fewer_shards_on_a_cpu(model):
         compose(model, ["numerics.virtual_shards=8"], device="cpu")
 
 
-def test_the_device_is_the_one_asked_for_else_the_one_detected():
-    assert compose("qwen3_toy", device="gpu").config.section("dist")["distributed_backend"] == "nccl"
-    assert compose("qwen3_toy", device="cpu").config.section("dist")["distributed_backend"] == "gloo"
-    assert compose("qwen3_toy", ["device=cpu"], device="gpu").config.device.kind == "cpu"
-    assert compose("qwen3_toy", ["device=gpu"], device="cpu").config.model["transformer_impl"] == "transformer_engine"
-
-
-# Later rows win over earlier ones: config.yaml, the model's file, numerics, precision, device, the command line.
-def test_the_model_wins_over_config_yaml_and_the_command_line_over_both():
-    assert compose("qwen3_8b").config.section("optimizer")["lr"] == 3e-4
-    assert compose("qwen3_toy").config.section("optimizer")["lr"] == 3e-3
-    assert compose("qwen3_toy", ["lr=0.1"]).config.section("optimizer")["lr"] == 0.1
-
-
 @pytest.fixture
 def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of conf/ that a test may change."""
@@ -198,17 +179,29 @@ def test_a_broken_file_is_a_message_beside_the_others(own_conf):
     assert "no_such_model" in broken
 
 
-# What follows what: (override, path, value).
+# A command, the device that is detected, and a field that follows: later of config.yaml, the model's file, numerics,
+# precision, device and the command line win over earlier ones, and of repeated keys the last.
 FOLLOWS = (
-    ("tp=1", "model.sequence_parallel", False), ("tp=2", "model.sequence_parallel", True),
-    ("seq=64", "dataset.seq_length", 64), ("seed=7", "dataset.random_seed", 7),
-    ("device=cpu", "ddp.use_distributed_optimizer", False), ("device=gpu", "ddp.use_distributed_optimizer", True),
+    ("qwen3_toy tp=1", "cpu", "model.sequence_parallel", False),
+    ("qwen3_toy tp=2", "cpu", "model.sequence_parallel", True),
+    ("qwen3_toy tp=3 tp=4 tp=2", "cpu", "model.tensor_model_parallel_size", 2),
+    ("qwen3_toy seq=64", "cpu", "dataset.seq_length", 64), ("qwen3_toy seed=7", "cpu", "dataset.random_seed", 7),
+    ("qwen3_toy", "cpu", "ddp.use_distributed_optimizer", False),
+    ("qwen3_toy", "cpu", "dist.distributed_backend", "gloo"),
+    ("qwen3_toy", "gpu", "ddp.use_distributed_optimizer", True),
+    ("qwen3_toy", "gpu", "dist.distributed_backend", "nccl"),
+    ("qwen3_toy device=cpu", "gpu", "device.kind", "cpu"),
+    ("qwen3_toy device=gpu", "cpu", "model.transformer_impl", "transformer_engine"),
+    ("qwen3_8b", "cpu", "optimizer.lr", 3e-4), ("qwen3_toy", "cpu", "optimizer.lr", 3e-3),
+    ("qwen3_toy lr=0.1", "cpu", "optimizer.lr", 0.1), ("qwen3_toy run.dir=null", "cpu", "run.dir", None),
+    ("qwen3_toy run.dir='b'", "cpu", "run.dir", "b"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("override, path, value", FOLLOWS)
-def test_fields_that_follow_others(override, path, value):
-    assert at(compose("qwen3_toy", [override]).config.sections, path) == value
+@pytest.mark.parametrize("command, device, path, value", FOLLOWS)
+def test_fields_that_follow_others(command, device, path, value):
+    model, *overrides = command.split()
+    assert at(compose(model, overrides, device=device).config.sections, path) == value
 
 
 # Hydra's grammar would refuse, split or reckon with each of these.
@@ -225,11 +218,6 @@ def test_a_field_of_text_has_the_text_as_typed(text):
     keys += ("cluster.environment.A", "tokenizer.vocab_file", "dataset.split")
     typed = compose("qwen3_toy", [*(f"{key}={text}" for key in keys), "logging=mlflow", "data=text"])
     assert [at(typed.config.sections, path) for path in ("logging.name", *keys[1:])] == [text] * len(keys)
-
-
-def test_a_path_may_be_quoted_or_null():
-    assert compose("qwen3_toy", ["run.dir='a b'"]).config.section("run")["dir"] == "a b"
-    assert compose("qwen3_toy", ["run.dir=null"]).config.section("run")["dir"] is None
 
 
 # One mistake each: overrides, and what the one line about it must say. The first word is the key to change.
