@@ -8,7 +8,6 @@ from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import finetuning
-from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
 
@@ -46,23 +45,6 @@ def test_every_stage_of_a_pipeline_has_adapters(targets, without):
     ]
     message = f"pp=2: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
     assert results == ([message] if without else [])
-
-
-def test_the_parameters_of_adapters_of_mamba_and_latents():
-    model = compose(MAMBA[0], device="cpu").config.model
-    inner, groups = model["mamba_num_heads"] * model["mamba_head_dim"], model["mamba_num_groups"]
-    rows = 2 * inner + 2 * groups * model["mamba_state_dim"] + model["mamba_num_heads"]
-    result = adapters(ModelShape(model), "M", 8, finetuning.TARGETS)
-    assert result.total == 8 * (256 + rows + inner + 256)
-    latent = compose(LATENT[0], device="cpu").config.model
-    heads, kv, q = latent["num_attention_heads"], latent["kv_lora_rank"], latent["q_lora_rank"]
-    own, turned, value = (latent[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
-    hidden = latent["hidden_size"]
-    queries = hidden + 2 * q + heads * (own + turned)
-    keys = hidden + kv + turned + kv + heads * (own + value)
-    assert adapters(ModelShape(latent), ATTENTION, 8, finetuning.TARGETS).total == 8 * (
-        queries + keys + heads * value + hidden
-    )
 
 
 def test_without_the_section_all_weights_are_trained():

@@ -48,15 +48,6 @@ def test_a_torn_line_is_passed_over_with_what_follows_on_it(progress_file):
     assert tail.strange is None
 
 
-def test_a_line_of_another_kind_is_reported_once(progress_file):
-    tail = Tail(progress_file, 9)
-    progress_file.write_text(progress_line(tokens="8") + progress_line(step=2) + progress_line(loss=[]))
-    assert new_steps(tail) == [2]
-    assert (
-        tail.strange == f"{progress_file}: a line of another kind is not shown: tokens: Input should be a valid integer"
-    )
-
-
 def test_pace_and_remaining_time_are_those_of_the_steps_after_the_first(progress_file):
     tail = Tail(progress_file, 9)
     progress_file.write_text(progress_line(seconds=40.0))

@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import ledgers
-from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.ledger.run_files import Attempt, RunFile
@@ -163,12 +162,6 @@ def test_a_page_says_what_is_expected(tmp_path, data_regression):
 # --- runs ---------------------------------------------------------------------------------------------------
 
 
-def test_names_are_as_short_as_they_can_be(tmp_path):
-    runs = [write_run(tmp_path / name) for name in ("x/tp1", "y/tp1", "y/tp2")]
-    assert [run.label for run in gather(runs).runs] == ["A x/tp1", "B y/tp1", "C tp2"]
-    assert [run.label for run in gather([runs[0], runs[0]]).runs] == ["A tp1", "B tp1"]
-
-
 def test_of_a_step_that_ran_twice_the_last_time_counts(tmp_path):
     run = write_run(tmp_path / "tp1", steps=2)
     with (run / "progress.jsonl").open("a") as stream:
@@ -184,12 +177,6 @@ def test_a_ledger_file_of_another_name_has_no_times_of_its_neighbour(tmp_path):
     (run / "ledger.replaced-1.jsonl").write_bytes((run / "ledger.jsonl").read_bytes())
     (read,) = gather([run / "ledger.replaced-1.jsonl"]).runs
     assert (read.name, read.timings) == ("ledger.replaced-1.jsonl", ())
-
-
-@pytest.mark.parametrize("count", (0, 27))
-def test_no_runs_or_too_many(tmp_path, count):
-    with pytest.raises(LedgerError, match=f"1 to 26 runs, not {count}"):
-        gather([tmp_path] * count)
 
 
 # --- one file -----------------------------------------------------------------------------------------------

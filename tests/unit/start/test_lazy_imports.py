@@ -5,7 +5,6 @@ import sys
 import threading
 from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -121,35 +120,6 @@ def test_other_threads_wait_for_the_whole_import(put, tmp_path):
     for thread in threads:
         thread.join()
     assert names == ["zoo"] * 4
-
-
-def test_functions_do_nothing_while_nothing_is_to_do(put):
-    calls = {"feed": lambda hungry: not hungry}
-    waiting = put(modules={"zoo": calls})
-    with Path(sys.modules["zoo"].__file__).open("a") as file:
-        file.write("def feed(hungry): return f'{hungry} fed'\n")
-    from zoo import feed
-
-    assert feed(0) is None
-    assert waiting.waits
-    assert feed(2) == "2 fed"
-    assert not waiting.waits
-    assert feed(0) == "0 fed"
-
-
-def test_a_class_has_no_instances_before_the_import_and_its_own_after(put):
-    waiting = put(modules={"zoo": {"Dog": lazy_imports._never}})
-    from zoo import Dog
-
-    assert not isinstance(3, Dog)
-    assert waiting.waits
-
-    class Puppy(Dog): ...
-
-    assert not waiting.waits
-    assert isinstance(Puppy(), Dog)
-    assert isinstance(Dog(), sys.modules["zoo"].Dog)
-    assert not isinstance(3, Dog)
 
 
 @pytest.mark.parametrize(
