@@ -8,7 +8,6 @@ import zipfile
 import pytest
 
 from tests.distributed.faults import at_step, reached, stop, wait_for_sigterm
-from tp_invariant_recipes.features.train import rank as train
 
 SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2")
 
@@ -56,19 +55,6 @@ def test_stock_numerics_differ_and_say_what_to_do(shared):
     assert "continue with: tpi bisect stock/tp1 stock/tp2" in done.stdout
 
 
-_train = train.train
-
-
-def _fail(run_dir, rank_info):
-    if run_dir.path.name == "tp2" and rank_info.rank == 1:
-        raise RuntimeError("planted")
-    _train(run_dir, rank_info)
-
-
-def _kill_a_rank_of_tp_2() -> None:
-    train.train = _fail
-
-
 LONGER = (*SMALL, "numerics=tree", "iters=6", "tp=1,2", "--dir", "m")
 
 
@@ -94,26 +80,6 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert "identical: tp=1, 2 are bitwise identical over 6 steps" in completed.stdout
     attempts = json.loads((tpi.folder / "m" / "tp2" / "run.json").read_text())["attempts"]
     assert [attempt["from_step"] for attempt in attempts] == [0, 3]
-
-
-@pytest.mark.release
-def test_after_the_first_failure_only_what_did_not_pass_is_retrained(tpi):
-    """The control: with the fault in place the verdict is 2."""
-    stopped = tpi("verify", *SMALL, "tp=1,2,4", "--dir", "m", "--exitfirst", before=_kill_a_rank_of_tp_2, status=2)
-    assert "incomplete: tp=2 failed; tp=4 did not run" in stopped.stdout
-    assert "rank 1 failed: RuntimeError: planted" in stopped.stdout
-    assert "its log: m/tp2/logs/rank-1.log" in stopped.stdout
-    assert "Traceback" not in stopped.stderr
-    assert not (tpi.folder / "m" / "tp4").exists()
-    passed = (tpi.folder / "m" / "tp1" / "ledger.jsonl").stat().st_mtime_ns
-    repeated = tpi("verify", "--lf", "--dir", "m", status=0)
-    assert [row[-1] for row in rows(repeated.stdout)] == ["reference", "identical", "identical"]
-    assert "2 of 2: tp=4" in repeated.stderr
-    assert (tpi.folder / "m" / "tp1" / "ledger.jsonl").stat().st_mtime_ns == passed
-    assert "planted" in (tpi.folder / "m" / "set-aside" / "tp2" / "logs" / "rank-1.log").read_text()
-    last = tpi("verify", "--last-failed", "--dir", "m")
-    assert (last.status, last.stdout) == (0, repeated.stdout)
-    assert "every run in m has passed; nothing is trained again" in last.stderr
 
 
 def test_what_bridge_refuses_in_a_cell_is_reported_before_anything_starts(tpi):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -115,41 +114,6 @@ def test_a_disk_that_fills_up_is_reported_at_the_end(tpi, small_disk):
     listed = tpi("runs", str(small_disk)).stdout.splitlines()[1]
     assert listed.split()[1] == "failed"
     assert "disk full" in listed
-
-
-@pytest.mark.release
-def test_a_second_sigterm_does_not_wait(tpi):
-    process = tpi.start(*RUN)
-    ledger = tpi.folder / "run" / "ledger.jsonl"
-    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
-    ranks = ranks_of(process.pid)
-    assert len(ranks) == 2
-    for pid in ranks:
-        os.kill(pid, signal.SIGSTOP)
-    process.until(lambda: all(map(_stopped, ranks)))  # else SIGTERM may be taken before: the lower number goes first
-    os.kill(process.pid, signal.SIGTERM)
-    process.until(lambda: all(map(_has_pending_signals, ranks)))
-    assert process.poll() is None
-    os.kill(process.pid, signal.SIGTERM)
-    process.wait()
-    assert ranks_of(process.pid) == []
-
-
-def _status(file: Path) -> dict[str, str]:
-    return dict(line.split(":\t", 1) for line in file.read_text().splitlines() if ":\t" in line)
-
-
-def _stopped(pid: int) -> bool:
-    """Whether no thread of it runs any more."""
-    try:
-        return all(_status(task)["State"].startswith("T") for task in Path(f"/proc/{pid}/task").glob("*/status"))
-    except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile: look again
-        return False
-
-
-def _has_pending_signals(pid: int) -> bool:
-    status = _status(Path(f"/proc/{pid}/status"))
-    return bool(int(status["SigPnd"], 16) | int(status["ShdPnd"], 16))
 
 
 NAN, INFINITY = float("nan"), float("inf")

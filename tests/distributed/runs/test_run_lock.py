@@ -12,7 +12,6 @@ from tests.distributed.small_models import SAVED
 from tests.ledgers import agree, steps
 
 RUN = ("train", *SAVED)
-CONCURRENT = 10  # commands that resume one run at once
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -61,56 +60,6 @@ def test_a_second_launcher_is_refused_before_it_writes_anything(whole, tpi):
     assert first.wait() == 0, first.stderr
     assert steps(run) == steps(whole)
     assert (run / "write.lock").read_bytes() == b""
-
-
-@pytest.mark.release
-def test_a_command_that_looked_before_another_trained_there_is_refused(tpi):
-    """Both found no run; the slower one must not begin it again."""
-    slow = tpi.start(*RUN, "run.dir=run", before=_slow_to_check)
-    slow.until((tpi.folder / "planned").exists)
-    tpi(*RUN, "iters=2", "run.dir=run", status=0)
-    before = contents(tpi.folder / "run")
-    (tpi.folder / "go").touch()
-    assert slow.wait() == 2
-    assert "another command has begun to train in run since this one looked there" in slow.stderr
-    assert contents(tpi.folder / "run") == before
-
-
-def _slow_to_check() -> None:
-    from tp_invariant_recipes.launch import train
-
-    original = train.check
-
-    def check(planned):
-        original(planned)
-        Path("planned").touch()
-        wait_for_the_others(None)
-
-    train.check = check
-
-
-@pytest.mark.release
-def test_of_many_concurrent_resumes_one_trains(whole, tpi):
-    killed = tpi.start(*RUN, "run.dir=run", before=at_step(4, lambda _: _kill_launcher()))
-    assert killed.wait() == -signal.SIGKILL
-    hold = at_step(4, wait_for_the_others)
-    everyone = [tpi.start("train", "--resume", "run", before=hold) for _ in range(CONCURRENT)]
-    while sum(process.poll() is None for process in everyone) > 1:
-        time.sleep(0.05)
-    (single,) = (process for process in everyone if process.poll() is None)
-    for process in everyone:
-        if process is not single:
-            assert process.status == 2
-            assert f"run is being trained by pid {single.pid} on " in process.stderr
-    (tpi.folder / "go").touch()
-    assert single.wait() == 0, single.stderr
-    assert f"run was being trained by pid {killed.pid} on " in single.stderr
-    assert steps(tpi.folder / "run") == steps(whole)
-
-
-def _kill_launcher() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-    signal.pause()
 
 
 def _an_hour_passes(context) -> None:

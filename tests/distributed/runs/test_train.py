@@ -71,13 +71,6 @@ def test_the_digest_of_the_data_is_of_the_text(runs, text, tmp_path):
     assert read(runs.folder / "tp2").header.identity["data.digest"] == same
 
 
-def test_a_run_is_never_overwritten(runs, text):
-    before = (runs.folder / "tp1" / "ledger.jsonl").read_bytes()
-    repeated = runs("train", "qwen3_toy", "run.dir=tp1", status=2)
-    assert "tp1 is not empty" in repeated.stderr
-    assert (runs.folder / "tp1" / "ledger.jsonl").read_bytes() == before
-
-
 def test_tensorboard_gets_bridges_curves(runs):
     assert any((runs.folder / "tp1" / "tensorboard").glob("events.out.tfevents.*"))
     assert runs.lines[0] == "importing Megatron-Bridge and checking the configuration …"
