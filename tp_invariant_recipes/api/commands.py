@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -25,6 +25,7 @@ from tp_invariant_recipes.text import counted
 if TYPE_CHECKING:
     from tp_invariant_recipes.comparison.result import CompareResult
     from tp_invariant_recipes.features.audit.result import AuditResult
+    from tp_invariant_recipes.features.audit.resume_result import ResumeResult
     from tp_invariant_recipes.features.bisect.result import BisectResult, NothingToTrain
     from tp_invariant_recipes.features.score.workflow import ScoreResult
     from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
@@ -366,10 +367,12 @@ def audit(
     *overrides: Overrides,
     reference: Sequence[str] = (),
     against: Sequence[str] = (),
+    resume_at: int | None = None,
+    card: bool = False,
     keep: bool = False,
     directory: PathLike | None = None,
     **keys: object,
-) -> "AuditResult":
+) -> "AuditResult | ResumeResult":
     """Find out whether a layout is wrong, or only rounds otherwise. The same as `tpi audit MODEL`.
 
     Args:
@@ -377,32 +380,40 @@ def audit(
         *overrides: As for `train`.
         reference: Overrides of the reference alone, such as ["tp=2"].
         against: Overrides of the audited training alone; then the reference is the model as given.
-        keep: Whether to keep the run directories even within rounding.
+        resume_at: Audit a resume at this step instead of the layout: is every state restored?
+        card: With `resume_at`, whether to write the item `checkpoint_resume` of a verification card.
+        keep: Whether to keep the run directories even if nothing is wrong.
         directory: Where to write; None: a new directory below runs.
         **keys: Keys as keywords.
 
     Returns:
-        What was found. The exit status is 0 within rounding, 1 beyond it, 2 where it is not known.
+        What was found. The exit status is 0 within rounding, 1 beyond it, 2 where it is not known; of a resume 0 if it
+        is whole, 1 if it differs, 2 where it is not known.
 
     Raises:
         TpiError: A mistake, with all `problems`; or a training failed.
     """
     from tp_invariant_recipes.config.overrides import requested
-    from tp_invariant_recipes.features.audit import workflow
+    from tp_invariant_recipes.features.audit import resume, workflow
     from tp_invariant_recipes.launch.progress import headed, preparing
 
     needed.check("tpi audit", needed.TRAINING)
     words = requested(overrides, keys)
-    console = terminal.console_of_its_own()
+    console, where = terminal.console_of_its_own(), None if directory is None else Path(directory)
+    plan: Callable[..., Any] = partial(workflow.new, reference=reference, against=against)
+    check: Callable[..., None] = workflow.check
+    execute: Callable[..., AuditResult | ResumeResult] = partial(workflow.execute, keep=keep)
+    if resume_at is not None:
+        if wrong := [*reference, *against]:
+            raise ConfigError(f"--resume-at compares a training with itself in one layout; leave out {' '.join(wrong)}")
+        plan = partial(resume.new, at=resume_at)
+        check, execute = resume.check, partial(resume.execute, keep=keep, card=card)
     with preparing(console) as how:
-        where = None if directory is None else Path(directory)
-        planned = workflow.new(model, words, reference=reference, against=against, directory=where, how=how)
+        planned = plan(model, words, directory=where, how=how)
     with busy(console, "importing Megatron-Bridge and checking the configurations"):
-        workflow.check(planned)
-    disk, host = (f"{size / 2**30:.2g} GiB" for size in (planned.disk, planned.host))
-    terminal.print_line(
-        console,
-        f"audit directory {planned.directory.path}: about {disk} of recordings; they take {host} of host memory",
+        check(planned)
+    terminal.print_line(console, planned.announcement)
+    watch = headed(
+        console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps - run.start, 'step')}")
     )
-    watch = headed(console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}"))
-    return workflow.execute(planned, watch, keep=keep)
+    return execute(planned, watch)

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.text import Text
 
@@ -38,7 +38,18 @@ def audit(
         bool, flag("With --all: write a torchrun script of the layer alone for each fault that has one.", "--script")
     ] = False,
     exitfirst: Annotated[bool, flag("With --all: stop at the first new fault.", "--exitfirst", "-x")] = False,
-    keep: Annotated[bool, flag("Keep the run directories even within rounding.", "--keep")] = False,
+    resume_at: Annotated[
+        int | None,
+        option(
+            "K",
+            "Save at step K, resume in a second process, and compare each state and each later step bit for bit.",
+            "--resume-at",
+        ),
+    ] = None,
+    card: Annotated[
+        bool, flag("With --resume-at: write checkpoint_resume of a Megatron-Bridge verification card.", "--card")
+    ] = False,
+    keep: Annotated[bool, flag("Keep the run directories even if nothing is wrong.", "--keep")] = False,
     directory: Annotated[Path | None, directory_option("audit-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
 ) -> None:
@@ -50,20 +61,29 @@ def audit(
     perturbation causes. It names the first module outside rounding-error tolerance. numerics=stock is the default here.
     Exit status: 0 within rounding, 1 beyond rounding, 2 not decided.
 
+    With --resume-at tpi names the first state that a resume does not restore, and what it changes. The default is
+    numerics=deterministic. Exit status: 0 whole, 1 differs, 2 not judged.
+
     \b
     tpi audit qwen3_8b tp=4 pp=2 cuda_graph=te
     tpi audit recipe=my.py:tuned tp=2 --reference precision=bf16
     tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
     tpi audit qwen3_moe_toy --all
+    tpi audit qwen3_8b tp=4 --resume-at 10 iters=12
     tpi audit --recorded recordings/tp4 recordings/tp1
     """
     from tp_invariant_recipes.features.audit import workflow as launch
 
     changed = [*(reference or []), *(against or [])]
+    if resume_at is not None and (wrong := [*map(str, recorded or ()), *(["--resume"] if resume else [])]):
+        raise ConfigError(f"--resume-at trains anew; leave out {' '.join(wrong)}")
+    if card and (resume_at is None or every):
+        raise ConfigError("--card describes a resume of one configuration: tpi audit MODEL --resume-at K --card")
     if every or resume is not None:
         if wrong := [*changed, *(map(str, recorded or ()))]:
             raise ConfigError(f"--all chooses its layouts and references itself; leave out {' '.join(wrong)}")
-        _all(model, list(overrides or []), directory, resume, scripts=script, exitfirst=exitfirst, as_json=as_json)
+        how: dict[str, Any] = {"at": resume_at, "scripts": script, "exitfirst": exitfirst, "as_json": as_json}
+        _all(model, list(overrides or []), directory, resume, **how)
     if recorded is not None:
         if given := [*([model] if model else []), *(overrides or []), *changed]:
             raise ConfigError(f"--recorded judges what is there and trains nothing; leave out {' '.join(given)}")
@@ -72,9 +92,8 @@ def audit(
         raise ConfigError("missing MODEL: a model of tpi models, recipe=FILE.py:FUNCTION, or --recorded RUN REFERENCE")
     from tp_invariant_recipes.api import commands
 
-    result = commands.audit(
-        model, *(overrides or []), reference=reference or (), against=against or (), keep=keep, directory=directory
-    )
+    options: dict[str, Any] = {"resume_at": resume_at, "card": card, "keep": keep, "directory": directory}
+    result = commands.audit(model, *(overrides or []), reference=reference or (), against=against or (), **options)
     finish(result, as_json=as_json)
 
 
@@ -84,6 +103,7 @@ def _all(
     directory: Path | None,
     resume: Path | None,
     *,
+    at: int | None,
     scripts: bool,
     exitfirst: bool,
     as_json: bool,
@@ -101,7 +121,7 @@ def _all(
         where, state = campaign.resumed(resume)
     else:
         assert model is not None
-        where, state = campaign.new(model, overrides, directory)
+        where, state = campaign.new(model, overrides, directory, at)
     terminal.print_line(console, f"audit directory {where.path}")
 
     first: list[tuple[float, int]] = []

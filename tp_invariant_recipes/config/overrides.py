@@ -283,6 +283,10 @@ _OUT = "leave it out"
 _SRUN = {"launcher.kind": ("in a job srun starts the ranks", _OUT)}
 
 # Command -> field, in whatever spelling -> why it is not taken, and what to do instead.
+_AUDIT = {
+    "launcher.kind": ("an audit runs on this machine", _OUT),
+    "run.dir": ("an audit has its own directory", "--dir PATH"),
+}
 RESERVED: dict[str, dict[str, tuple[str, str]]] = {
     "submit": _SRUN,
     "submit --resume": {
@@ -301,11 +305,15 @@ RESERVED: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "audit": {
+        **_AUDIT,
         "checkpoint.save_interval": ("an audit saves no checkpoints", _OUT),
-        "launcher.kind": ("an audit runs on this machine", _OUT),
-        "run.dir": ("an audit has its own directory", "--dir PATH"),
         "ledger.trace": ("an audit records every module itself", _OUT),
         "ledger.dump": ("an audit records every tensor itself", _OUT),
+    },
+    "audit --resume-at": {
+        **_AUDIT,
+        "checkpoint.save_interval": ("the audit saves at step K of --resume-at", _OUT),
+        "checkpoint.ckpt_step": ("the audit loads the checkpoint of step K of --resume-at", _OUT),
     },
     "bench": {
         "numerics.mode": ("a benchmark sets the mode itself", "--modes stock,tree"),

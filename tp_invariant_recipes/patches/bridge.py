@@ -130,6 +130,41 @@ MULTI_TOKEN_MASK = Patch(
     reached=predicts_tokens_of_whole_sequences,
 )
 
+
+def without_draws_on_resume(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace setup_data_iterators: after a checkpoint was loaded, torch's CPU generator stays as it was saved."""
+
+    def setup_data_iterators(*args: Any, **more: Any) -> Any:
+        import torch
+
+        state = more["train_state"] if "train_state" in more else args[1]
+        before = torch.get_rng_state()
+        iterators = original(*args, **more)
+        if state.step:
+            torch.set_rng_state(before)
+        return iterators
+
+    return setup_data_iterators
+
+
+LOADER_DRAWS = Patch(
+    name="bridge-resume-rng",
+    package="megatron-bridge",
+    need=Looks(
+        Form(
+            "data/samplers.py",
+            "build_pretraining_data_loader",
+            has="persistent_workers=persistent_workers,\n        worker_init_fn=worker_init_fn,\n    )\n",
+            package="megatron.bridge",
+        ),
+        "a DataLoader without a generator of its own",
+    ),
+    replaces={"megatron.bridge.training.setup:setup_data_iterators": without_draws_on_resume},
+    why="a DataLoader draws its seed from torch's CPU generator, and Megatron-Bridge makes it after it has restored "
+    "that generator: a resumed run draws other numbers on the CPU than an uninterrupted one",
+    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5257",
+)
+
 _ON_CPU = "use_cpu_initialization"
 
 
@@ -256,4 +291,4 @@ LOCAL_NAMES = Patch(
     reached=lambda config: config.weights.folder is not None,
 )
 
-PATCHES = (HELPERS, LOCAL_MULTI_TOKEN, MULTI_TOKEN_MASK, CPU_WEIGHTS, LOCAL_NAMES)
+PATCHES = (HELPERS, LOCAL_MULTI_TOKEN, MULTI_TOKEN_MASK, LOADER_DRAWS, CPU_WEIGHTS, LOCAL_NAMES)

@@ -26,7 +26,7 @@ class Fault:
     upstream: its report.
     effect:   what goes wrong, and when.
     meets:    whether a run with this configuration reaches it.
-    tensors:  pattern of the name of an audit's first tensor beyond rounding.
+    tensors:  pattern of the name of an audit's first tensor beyond rounding, or of the first state that is lost.
     form:     of the installed code that has it; None: of the code that needs the patch.
     patch:    what mends it; None: nothing here does. limit: where it does, in words; empty: everywhere.
     shows:    whether a run that meets it differs from an audit's reference, which may meet it, too.
@@ -72,7 +72,11 @@ def shown(config: RunConfig) -> list[Fault]:
 
 def of_tensor(config: RunConfig, name: str) -> Fault | None:
     """Return the known fault that has made this tensor of an audit wrong; None: none is known."""
-    return next((fault for fault in shown(config) if re.search(fault.tensors, name)), None)
+    found = known(config) if name.startswith(RESUMED) else shown(config)
+    return next((fault for fault in found if re.search(fault.tensors, name)), None)
+
+
+RESUMED = "resume/"  # of the name of a state that a resume has not restored: resume/KIND/NAME
 
 
 def _balances(config: RunConfig, *kinds: str) -> bool:
@@ -214,6 +218,9 @@ FAULTS = (
         splits_muon_in_blocks,
         r"^updates/(?!.*(embedding|output_layer|router|norm|bias))",  # of matrices that tp splits
     ),
+    Fault("torch's RNG after a resume", "Megatron-Bridge #5257",
+        "a resumed run draws the seed of its data loader after it has restored torch's CPU generator",
+        lambda config: True, "^resume/rng/torch$", patch=bridge.LOADER_DRAWS, shows=lambda config: False),
     Fault("aux_loss of a micro-batch", "by definition",
         "aux_loss balances a micro-batch, so that another mbs is another loss",
         lambda config: _balances(config, "aux_loss", "global_aux_loss") and config.train["micro_batch_size"] > 1,

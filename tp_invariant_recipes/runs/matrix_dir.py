@@ -27,14 +27,42 @@ class AuditTask(Record):
 
 
 @dataclass(frozen=True)
+class State(Record):
+    """A state of a rank. text: what a verdict shows of its value; empty: nothing."""
+
+    digest: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RankRecord(Record):
+    """What a rank records for an audit of a resume.
+
+    state: KIND/NAME → state before the first judged step.
+    steps: step → what it reads and routes → digest.
+    """
+
+    state: dict[str, State]
+    steps: dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
 class AuditedRun(RunDir):
     """One training of an audit: a run directory with dumps (ledger/dumps.py), and one for each dithered repetition."""
 
     task = File("audit/task.json")  # what its ranks do beside training
 
+    def state(self, rank: int) -> Path:
+        """Return the file of what a rank records for an audit of a resume."""
+        return self.path / "audit" / f"rank-{rank}.json"
+
     def dithered(self, number: int) -> Self:
         """Return the directory of a dithered repetition, counted from 1."""
         return type(self)(self.path / f"dithered-{number}")
+
+    def read_states(self, ranks: int) -> list[RankRecord]:
+        """Return what each rank has recorded for an audit of a resume. Raises RunError."""
+        return [self._read(self.state(rank), parse_json, RankRecord) for rank in range(ranks)]
 
     def read_task(self) -> AuditTask:
         """Return the task. Raises RunError when this is no training of an audit."""
@@ -47,6 +75,7 @@ class AuditDir(RunDir):
 
     result = File("audit.json")  # what the audit found
     page = File("audit.html")  # the same to look at
+    card = File("card.yaml")  # of an audit of a resume: fields of a verification card
 
     def training(self, name: str) -> AuditedRun:
         """Return the run directory of a training."""

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
-from tp_invariant_recipes.features.audit import cells, rank, script, workflow
+from tp_invariant_recipes.features.audit import cells, rank, resume, script, workflow
 from tp_invariant_recipes.features.audit import page as audit_page
 from tp_invariant_recipes.features.audit.cells import Cell, Cells, Covering, shrunk
 from tp_invariant_recipes.features.audit.result import BEYOND, CampaignResult, ShrunkFault, Trial
@@ -41,6 +41,7 @@ class State:
     overrides: list[str]
     trials: list[Trial] = field(default_factory=list)
     findings: list[ShrunkFault] = field(default_factory=list)
+    resume_at: int | None = None
 
 
 class Campaign:
@@ -150,7 +151,8 @@ class Campaign:
         self._directories += 1
         words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(cell), *sizes]
         settings, where = (*sizes, *self._cells.settings(cell)), self.where.trial(self._directories)
-        self._running.start(job, partial(audited, self.state.model, words, settings, where, {**self._references}))
+        audit = partial(audited, self.state.model, words, settings, where, {**self._references})
+        self._running.start(job, partial(audit, at=self.state.resume_at))
 
     def _next(self) -> tuple[Job, Trial | None]:
         """Wait for the end of an audit, and record it."""
@@ -211,9 +213,9 @@ class Campaign:
             if less and (smaller := self._audited(cell, tuple(less))) is not None and smaller.same_fault(trial):
                 sizes = [*(size for size in sizes if "num_layers" not in size), *less]
         smallest = next(t for t in reversed(self.state.trials) if t.same_fault(trial))
-        command = shlex.join(
-            ["tpi", "audit", self.state.model, *self.state.overrides, *sizes, *self._cells.words(cell)]
-        )
+        resume = [] if self.state.resume_at is None else ["--resume-at", str(self.state.resume_at)]
+        words = [*self.state.overrides, *sizes, *self._cells.words(cell), *resume]
+        command = shlex.join(["tpi", "audit", self.state.model, *words])
         program = self._script(sizes, cell, smallest)
         self.state.findings.append(ShrunkFault(self._cells.settings(cell), smallest, command, program))
         self._covering.cover(cell)
@@ -243,17 +245,22 @@ class Campaign:
             refused=self._cells.refused,
             trials=tuple(self.state.trials),
             findings=tuple(self.state.findings),
+            resume_at=self.state.resume_at,
         )
         self.where.write(self.where.result, result.as_json())
         self.where.write_text(self.where.page, audit_page.campaign(result))
         return result
 
 
-def new(model: str, overrides: Sequence[str], directory: Path | None) -> tuple[CampaignDir, State]:
-    """Return a campaign that begins. ConfigError: an override is wrong."""
-    problems, sound = check_reserved("audit", parse_all(overrides))
+def new(
+    model: str, overrides: Sequence[str], directory: Path | None, at: int | None = None
+) -> tuple[CampaignDir, State]:
+    """Return a campaign that begins. at: the step at which trainings resume. ConfigError: an override is wrong."""
+    typed = parse_all(overrides)
+    problems, sound = check_reserved("audit", typed) if at is None else resume.requested(typed, at)
     refuse(problems)
-    return CampaignDir(choose_for_several(directory, f"audits-{model}")), State(model, [*texts(sound)])
+    where = CampaignDir(choose_for_several(directory, f"audits-{model}"))
+    return where, State(model, [*texts(sound)], resume_at=at)
 
 
 def resumed(directory: Path) -> tuple[CampaignDir, State]:
@@ -262,7 +269,7 @@ def resumed(directory: Path) -> tuple[CampaignDir, State]:
     data = where.read_result()
     try:
         trials = checked(list[Trial], data["trials"])
-        return where, State(data["model"], data["overrides"], trials)
+        return where, State(data["model"], data["overrides"], trials, resume_at=data.get("resume_at"))
     except (KeyError, ValueError) as error:
         raise RunError(f"{where.result}: {error}") from error
 

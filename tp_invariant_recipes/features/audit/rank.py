@@ -41,6 +41,17 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
             settle()
 
 
+def train_and_record(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
+    """Train what the run directory holds as `tpi train` does, and record the state before the task's first step."""
+    from tp_invariant_recipes.features.train import rank as training
+
+    run = AuditedRun(run_dir.path)
+    bridge.load()
+    from tp_invariant_recipes.features.audit.resume_recording import ResumeRecording
+
+    training.train(run_dir, rank_info, [ResumeRecording(run, run.read_task().first)])
+
+
 def prepare() -> None:
     """Import what ranks import, and keep the collector away from it: ranks that are forked later have it all."""
     for name in IMPORTED:

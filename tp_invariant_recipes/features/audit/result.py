@@ -18,8 +18,9 @@ from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.text import counted
 
 WITHIN, BEYOND, NOT_DECIDED, FAILED = "within rounding", "beyond rounding", "not decided", "failed"
-EXIT_STATUS = {WITHIN: 0, BEYOND: 1, NOT_DECIDED: 2}
-_COLOURS = {WITHIN: "green", BEYOND: "red"}
+WHOLE, DIFFERS, NOT_JUDGED = "whole", "differs", "not judged"  # of a resume
+EXIT_STATUS = {WITHIN: 0, BEYOND: 1, NOT_DECIDED: 2, WHOLE: 0, DIFFERS: 1, NOT_JUDGED: 2}
+_COLOURS = {WITHIN: "green", BEYOND: "red", WHOLE: "green", DIFFERS: "red"}
 DITHERED = 3  # repetitions of the reference
 # Kind of tensor -> its column.
 _KINDS = {
@@ -129,7 +130,7 @@ class Trial(Record):
     """An audit of a cell.
 
     settings: in the order of the command. verdict: one of the audit's, or FAILED.
-    first:    "KIND MODULE" of the first tensor beyond rounding; None: there is none.
+    first:    "KIND MODULE" of the first tensor beyond rounding, or "KIND NAME" of the first lost state; None: none.
     """
 
     settings: Listed[str]
@@ -145,12 +146,12 @@ class Trial(Record):
     @property
     def sound(self) -> bool:
         """Whether nothing is wrong."""
-        return self.verdict == WITHIN
+        return self.verdict in (WITHIN, WHOLE)
 
     @property
     def covers(self) -> bool:
         """Whether its cell need not be tried again: nothing is known to be wrong."""
-        return self.verdict in (WITHIN, NOT_DECIDED)
+        return EXIT_STATUS.get(self.verdict) in (0, 2)
 
     def same_fault(self, other: "Trial") -> bool:
         """Whether both have one fault: the same tensor of any layer or expert, and the same known fault or none."""
@@ -185,6 +186,7 @@ class CampaignResult(Result):
 
     pairs, pending: of settings that audits shall cover, and those left. seconds: of the whole; None: it goes on.
     refused: setting -> why it was not tried. sizes: overrides that make the model small.
+    resume_at: the step of the audited resumes; None: layouts are audited.
     """
 
     directory: Path
@@ -197,13 +199,14 @@ class CampaignResult(Result):
     refused: Mapping[str, str]
     trials: tuple[Trial, ...]
     findings: tuple[ShrunkFault, ...]
+    resume_at: int | None = None
 
     @property
     @override
     def exit_status(self) -> int:
-        if any(finding.trial.verdict == BEYOND for finding in self.findings):
+        if any(finding.trial.verdict in (BEYOND, DIFFERS) for finding in self.findings):
             return 1
-        return 2 if self.findings or any(trial.verdict == NOT_DECIDED for trial in self.trials) else 0
+        return 2 if self.findings or any(EXIT_STATUS.get(trial.verdict) == 2 for trial in self.trials) else 0
 
     @override
     def as_json(self) -> dict[str, Any]:
@@ -212,6 +215,7 @@ class CampaignResult(Result):
             "model": self.model,
             "overrides": list(self.overrides),
             "sizes": list(self.sizes),
+            "resume_at": self.resume_at,
             "exit_status": self.exit_status,
             "directory": str(self.directory),
             "pairs": self.pairs,

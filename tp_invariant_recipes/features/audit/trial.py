@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError
-from tp_invariant_recipes.features.audit import workflow
+from tp_invariant_recipes.features.audit import resume, workflow
 from tp_invariant_recipes.features.audit.result import FAILED, Trial
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.ranks import Stop
@@ -129,37 +129,48 @@ def audited(
     where: Path,
     references: Mapping[str, AuditedRun],
     watch: Watch = quiet,
+    at: int | None = None,
 ) -> Answer:
     """Audit the overrides `words`, whose cell has `settings`. Interrupted: a signal ended it.
 
-    references: trained by earlier audits; an equal one is taken again.
+    references: trained by earlier audits; an equal one is taken again. at: audit a resume at this step instead.
     """
     begun = time.monotonic()
     trained: dict[str, AuditedRun] = {}
     facts = dict[str, Any](first=None)
     try:
         with redirect_stdout(StringIO()):
-            planned = workflow.new(model, words, directory=where)
-            workflow.check(planned)
+            if at is None:
+                planned = workflow.new(model, words, directory=where)
+                workflow.check(planned)
+            else:
+                resumed = resume.new(model, words, at, directory=where)
+                resume.check(resumed)
     except ConfigError:
         return None, trained
     try:
         every = {**references}
-        result = workflow.execute(planned, watch, keep=True, page=False, references=every)
-        trained = {key: run for key, run in every.items() if key not in references}
-        verdict, text = result.verdict, result.words.partition(": ")[2]
-        facts["known"] = result.known
-        if first := result.first:
-            facts |= {
-                "first": f"{first.kind} {first.module}",
-                "size": first.size,
-                "reference": first.rms,
-                "ranks": f"{', '.join(map(str, first.ranks))} of {first.all_ranks}",
-            }
+        if at is None:
+            result = workflow.execute(planned, watch, keep=True, page=False, references=every)
+            trained = {key: run for key, run in every.items() if key not in references}
+            verdict, text = result.verdict, result.words.partition(": ")[2]
+            facts["known"] = result.known
+            if first := result.first:
+                facts |= {
+                    "first": f"{first.kind} {first.module}",
+                    "size": first.size,
+                    "reference": first.rms,
+                    "ranks": f"{', '.join(map(str, first.ranks))} of {first.all_ranks}",
+                }
+        else:
+            judged = resume.execute(resumed, watch, keep=True, page=False)
+            verdict, text = judged.verdict, judged.words.partition(": ")[2]
+            facts |= {"known": judged.known, "first": judged.first}
     except (Interrupted, workflow.StoppedAudit):
         raise Interrupted from None
     except TpiError as error:
         verdict, text = FAILED, str(error).replace("so that nothing can be compared\n", "")
-    shutil.rmtree(where / workflow.AUDITED, ignore_errors=True)
+    for name in (workflow.AUDITED, *resume.TRAININGS):
+        shutil.rmtree(where / name, ignore_errors=True)
     seconds = round(time.monotonic() - begun, 1)
     return Trial(settings, verdict, text, seconds=seconds, **facts), trained

@@ -36,6 +36,7 @@ from tp_invariant_recipes.files import free_bytes
 from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
+from tp_invariant_recipes.launch.ranks import RankFn
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.patches import faults
@@ -103,6 +104,12 @@ class Audit:
     def host(self) -> int:
         """Bytes of host memory of all ranks, beside what a training needs: a step's tensors, and the file of them."""
         return 2 * max(self.recordings) // len(self.steps)
+
+    @property
+    def announcement(self) -> str:
+        """What a user reads before the audit starts."""
+        disk, host = (f"{size / GIB:.2g} GiB" for size in (self.disk, self.host))
+        return f"audit directory {self.directory.path}: about {disk} of recordings; they take {host} of host memory"
 
 
 def new(
@@ -215,7 +222,7 @@ def execute(
         deviations, omitted = judged(runs[0], runs[1], audit.steps)
         described = {
             "model": audit.audited.composed.model,
-            "overrides": _shown(audit.audited.composed),
+            "overrides": shown(audit.audited.composed),
             "reference": list(audit.of_reference),
             "layout": audit.audited.layout.as_dict(),
             "reference_layout": audit.reference.layout.as_dict(),
@@ -311,17 +318,22 @@ def report(
         more = f": seq={4 * config.shape.sequence}" if config else ""
         verdict, words = NOT_DECIDED, f"{blind_line(blind)}; more tokens round less{more}"
     fault = faults.of_tensor(config, first.name) if config and first else None
-    run = {
-        "host": os.uname().nodename,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": shlex.join(["tpi", *sys.argv[1:]]),
-    }
     known = str(fault) if fault else None
-    result = AuditResult(where.path, verdict, words, tuple(deviations), tuple(omitted), spots, known, facts, run)
+    parts = tuple(deviations), tuple(omitted), spots, known, facts, made()
+    result = AuditResult(where.path, verdict, words, *parts)
     where.write(where.result, result.as_json())
     if page:
         _write_page(where, result)
     return result
+
+
+def made() -> dict[str, str]:
+    """Return when and where a result is made."""
+    return {
+        "host": os.uname().nodename,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(["tpi", *sys.argv[1:]]),
+    }
 
 
 def _undecided(spots: dict[str, TensorDeviation], config: RunConfig | None) -> TensorDeviation | None:
@@ -418,16 +430,21 @@ def _reference(
 
 
 def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> AuditedRun:
-    run = audit.directory.training(name)
-    stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
-    passes = 1 if name == AUDITED else 1 + DITHERED
     follow = None if name == AUDITED else f"../{AUDITED}"
+    task = AuditTask(1 if name == AUDITED else 1 + DITHERED, audit.first, planned.steps, follow)
+    return trained(audit.directory.training(name), planned, task, watch, rank.measure)
+
+
+def trained(run: AuditedRun, planned: Plan, task: AuditTask, watch: Watch, rank_fn: RankFn) -> AuditedRun:
+    """Train one of the trainings that are compared, in its directory. RunError: it failed, or a signal ended it."""
+    name = run.path.name
+    stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
     with locked(run):
         record.write(planned)
-        run.write(run.task, AuditTask(passes, audit.first, planned.steps, follow))
+        run.write(run.task, task)
         try:
             with watch(name, planned) as tick:
-                outcome = local.run(planned, tick, rank_fn=rank.measure, process_groups=passes)
+                outcome = local.run(planned, tick, rank_fn=rank_fn, process_groups=task.passes)
         except LockLost:
             raise
         except TpiError as error:
@@ -443,5 +460,6 @@ def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> AuditedRun:
     return run
 
 
-def _shown(composed: Composed) -> list[str]:
+def shown(composed: Composed) -> list[str]:
+    """Return the overrides of an audited training that an audit has not added."""
     return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS.values())]

@@ -13,7 +13,16 @@ from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import Interrupted, RunError
 from tp_invariant_recipes.features.audit import reference as audit_reference
 from tp_invariant_recipes.features.audit.cells import MOST, Covering, pairs, shrunk
-from tp_invariant_recipes.features.audit.result import BEYOND, FAILED, NOT_DECIDED, WITHIN, Trial
+from tp_invariant_recipes.features.audit.result import (
+    BEYOND,
+    DIFFERS,
+    FAILED,
+    NOT_DECIDED,
+    NOT_JUDGED,
+    WHOLE,
+    WITHIN,
+    Trial,
+)
 from tp_invariant_recipes.features.audit.trial import SideBySide
 from tp_invariant_recipes.launch.ranks import Stop
 
@@ -79,8 +88,9 @@ def test_one_fault_is_that_of_a_tensor_in_any_layer_and_the_same_known_one():
 
 
 def test_cells_without_a_fault_are_not_reaudited():
-    verdicts = (WITHIN, NOT_DECIDED, BEYOND, FAILED)
-    assert [replace(WRONG, verdict=verdict).covers for verdict in verdicts] == [True, True, False, False]
+    right, wrong = (WITHIN, NOT_DECIDED, WHOLE, NOT_JUDGED), (BEYOND, DIFFERS, FAILED)
+    assert all(replace(WRONG, verdict=verdict).covers for verdict in right)
+    assert not any(replace(WRONG, verdict=verdict).covers for verdict in wrong)
 
 
 def test_any_rank_may_be_the_first_to_fail():

@@ -1,0 +1,135 @@
+"""`tpi audit --resume-at`, end to end on CPU ranks: a whole resume, states that are lost, and a save that fails."""
+
+import json
+
+import pytest
+import yaml
+
+DENSE = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "device=cpu")
+EXPERTS = (
+    *("qwen3_moe_toy", "seq=32", "gbs=2", "device=cpu", "model.moe_router_score_function=sigmoid"),
+    *("model.moe_router_enable_expert_bias=true", "model.moe_router_bias_update_rate=0.5"),
+)
+MAMBA = ("nemotron3_nano_toy", "gbs=2", "device=cpu")
+ASYNC = ("checkpoint.async_save=true", "checkpoint.async_strategy=mcore")
+
+
+def before_first_step(lose):
+    """Have a resumed training lose a state after it was loaded. lose: takes Bridge's context."""
+
+    def plant() -> None:
+        from tp_invariant_recipes.features.audit import resume_recording
+
+        record = resume_recording.ResumeRecording.on_train_step_start
+
+        def losing(self, context):
+            if self.run.path.name == "resumed" and context.state.train_state.step + 1 == self.first:
+                lose(context)
+            record(self, context)
+
+        resume_recording.ResumeRecording.on_train_step_start = losing
+
+    return plant
+
+
+def reads_from_the_start() -> None:
+    """Have Bridge forget the place in the data, and nothing else."""
+    from megatron.bridge.training import setup
+
+    original = setup.setup_data_iterators
+
+    def forgetful(*arguments, **more):
+        state = more["train_state"]
+        place, state.consumed_train_samples = state.consumed_train_samples, 0
+        iterators = original(*arguments, **more)
+        state.consumed_train_samples = place
+        return iterators
+
+    setup.setup_data_iterators = forgetful
+
+
+def adam(context):
+    return context.optimizer.chained_optimizers[0].optimizer.state.values()
+
+
+def forget_moments(context):
+    for state in adam(context):
+        state["exp_avg"].zero_()
+
+
+def forget_bias(context):
+    for module in context.model[0].modules():
+        if hasattr(module, "expert_bias"):
+            module.expert_bias.zero_()
+
+
+def forget_mamba(context):
+    from tp_invariant_recipes.observe.shards import unwrapped
+
+    parameters = dict(unwrapped(context.model[0]).named_parameters())
+    next(value for name, value in parameters.items() if name.endswith("A_log")).data.add_(1)
+
+
+def draw(context):
+    import torch
+
+    torch.rand(1)
+
+
+LOST = (
+    (DENSE, before_first_step(forget_moments), "(optimizer moments) starts at 0"),
+    (DENSE, before_first_step(lambda context: context.scheduler.load_state_dict(
+        context.scheduler.state_dict() | {"num_steps": 0})), "num_steps (scheduler)"),
+    ((*DENSE, "model.hidden_dropout=0.1"), before_first_step(draw),
+     "differs: torch (RNG states) was not restored: loss differs from step 3"),
+    (DENSE, reads_from_the_start,
+     "differs: batch differs from step 3 after the resume at step 2, and every compared state was restored"),
+    (EXPERTS, before_first_step(forget_bias),
+     "differs: expert_bias of decoder.layers.0.mlp.router starts at 0 (and 1 more state): tokens per expert differ "
+     "from step 3"),
+    (MAMBA, before_first_step(forget_mamba), "A_log (weights) was not restored"),
+    ((*DENSE, "patches.off=[bridge-resume-rng]"), lambda: None,
+     "differs: torch (RNG states) was not restored: steps 3 to 4 are bitwise identical all the same\n"
+     "known: a resumed run draws the seed of its data loader"),
+)  # fmt: skip
+
+
+def test_a_whole_resume_has_no_difference_and_a_card(shared):
+    done = shared("audit", *DENSE, "--resume-at", "2", "--card", "--dir", "whole", status=0)
+    assert "bitwise identical after the resume at step 2" in done.stdout
+    result = json.loads((shared.folder / "whole/audit.json").read_text())
+    assert (result["verdict"], result["lost"], result["changed"]) == ("whole", [], [])
+    assert set(result["states"]) == {"weights", "masters", "moments", "scheduler", "loss_scale", "rng", "data"}
+    card = yaml.safe_load((shared.folder / "whole/card.yaml").read_text())["checkpoint_resume"]["CPU"]
+    assert card["resume_comparison"]["sentinel_steps"] == [3, 4]
+    assert not (shared.folder / "whole/resumed").exists()
+
+
+@pytest.mark.release  # a row takes 15 s
+@pytest.mark.parametrize("words, plant, says", LOST, ids=[says[:60] for *_, says in LOST])
+def test_a_lost_state_and_what_it_changes(shared, words, plant, says):
+    name = f"lost-{LOST.index((words, plant, says))}"
+    done = shared("audit", *words, "--resume-at", "2", "--dir", name, before=plant, status=1)
+    assert says in done.stdout
+    assert (shared.folder / name / "resumed").is_dir()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("words", ((*DENSE, *ASYNC), EXPERTS, MAMBA, (*DENSE, "numerics=stock")), ids=str)
+def test_the_installed_bridge_resumes_whole(shared, words):
+    shared("audit", *words, "--resume-at", "2", "--dir", f"whole-{abs(hash(words))}", status=0)
+
+
+@pytest.mark.release
+def test_a_save_that_fails_is_no_answer_and_keeps_the_run(shared):
+    def plant() -> None:
+        from megatron.bridge.training import checkpointing
+
+        def full(*arguments, **more):
+            raise OSError(28, "No space left on device")
+
+        checkpointing.dist_checkpointing.save = full
+
+    done = shared("audit", *DENSE, "--resume-at", "2", "--dir", "unsaved", before=plant, status=2)
+    assert "the training uninterrupted failed, so that nothing can be compared" in done.stderr
+    assert (shared.folder / "unsaved/uninterrupted/ledger.jsonl").exists()
