@@ -157,17 +157,13 @@ FAULTS = (
     # One replica only.
     Fault("tp", EARLY, NORM, flip("gradient", 0), REPLICA, (1,)),
     Fault("tp", AFTER, NORM, flip("master", 0), REPLICA, (1,)),
-    Fault("tp", AFTER, NORM, flip("exp_avg", 0), REPLICA, (1,)),
     Fault("tp fp32", AFTER, NORM, flip("master", 0), REPLICA, (1,)),
     Fault("dp", EARLY, FC1, flip("gradient", 0), REPLICA, (1,)),
-    Fault("dp", READ, FC1, flip("read", 0), REPLICA, (1,)),
     Fault("dp", AFTER, FC1, flip("master", 0), REPLICA, (1,)),
-    Fault("dp", AFTER, FC1, flip("exp_avg_sq", 0), REPLICA, (1,)),
     Fault("dp", AFTER, FC1, flip("weight", 0), ("copies",), (1,)),
     # A copy of what another rank's optimizer owns.
     Fault("distributed", AFTER, EMBEDDING, flip("weight", 0, -1), UNOWNED, (0,)),
     Fault("distributed", AFTER, EMBEDDING, flip("weight", 0, 0), UNOWNED, (1,)),
-    Fault("distributed", AFTER, FC1, flip("weight", 0), UNOWNED, (1,)),
     Fault("experts", AFTER, ROUTER, flip("exp_avg", 0), REPLICA, (1,)),
     Fault("mamba", AFTER, A_LOG, flip("master", 0), ("weights", "masters", "replicas"), (1,)),
     # A zero that loses its sign.
@@ -175,13 +171,10 @@ FAULTS = (
     # Elements in other places.
     Fault("bf16", EARLY, FC1, swap("gradient"), ("gradients",)),
     Fault("bf16", AFTER, FC1, swap("master"), ("masters",)),
-    Fault("bf16", AFTER, FC1, swap("weight"), ("copies",)),
     # What goes wrong in software.
     Fault("tp", READ, QKV, group(lr=1.1e-3), ("masters",), (1,)),
     Fault("tp", READ, QKV, group(betas=(0.8, 0.95)), ("moments",), (1,)),
-    Fault("distributed", READ, QKV, group(lr=1.1e-3), ("masters",), (1,)),
     Fault("bf16", READ, FC2, untouched, ("moments",)),
-    Fault("fp32", READ, FC2, untouched, ("moments",)),
 )
 
 
@@ -240,11 +233,6 @@ def planted(fault: Fault) -> Callable[[], None]:
     return plant
 
 
-def _name(fault: Fault) -> str:
-    made = fault.change.__qualname__.partition(".")[0]
-    return "-".join((fault.run, fault.where, fault.parameter, made, str(FAULTS.index(fault))))
-
-
 def compared(scenario, fault):
     """A sound run, and the same with the fault."""
     sound = scenario(*RUNS[fault.run])
@@ -254,7 +242,7 @@ def compared(scenario, fault):
     return compare(read(sound.run), read(faulty.run))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=_name)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.run} {fault.where} {fault.parameter}")
 def test_a_fault_is_caught_at_its_step(scenario, fault):
     result = compared(scenario, fault)
     assert result.verdict is Verdict.DIFFERENT

@@ -86,17 +86,13 @@ SHOWN = (
     (BIASES, "gradients/decoder.layers.0.mlp.experts.7.linear_fc2.weight", None),
     (BIASES, "gradients/decoder.layers.0.self_attention.linear_proj.bias", None),
     (f"{GLOBAL} dp=2", f"{ROUTER}/auxiliary", "global_aux_loss"),
-    (f"{GLOBAL} mbs=2", f"{ROUTER}/auxiliary", "global_aux_loss"),
     (f"{GLOBAL} dp=2", "updates/decoder.layers.1.mlp.router.weight", "global_aux_loss"),
     (f"{GLOBAL} dp=2 model.moe_z_loss_coeff=0.1", f"{ROUTER}/input", None),  # z-loss
     (f"{GLOBAL} tp=2", f"{ROUTER}/auxiliary", None),  # the reference has the same micro-batches
-    (f"{GLOBAL} dp=2", "forward/decoder.layers.1.mlp/output", None),
     (f"{EXPERTS} mbs=2", f"{ROUTER}/auxiliary", "aux_loss of a micro-batch"),
-    (f"{EXPERTS} mbs=2", f"{ROUTER}/input", None),
     (MASKED, OUTPUT, "masked losses over cp"),
     (f"{MASKED} model.calculate_per_token_loss=true", OUTPUT, "mask of MTP"),
     (MASKED, "forward/output_layer/output", None),  # a tied weight
-    (MASKED, "gradients/decoder.final_layernorm.weight", None),  # not summed
     (BLOCKWISE, "updates/decoder.layers.0.self_attention.linear_proj.weight", "blocks of Muon"),
     (BLOCKWISE, "updates/embedding.word_embeddings.weight", None),  # which Adam updates
 )

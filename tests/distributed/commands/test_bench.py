@@ -1,12 +1,9 @@
 """`tpi bench`, end to end on two CPU ranks. No test says how long anything takes."""
 
 import json
-import os
-import signal
 
 import pytest
 
-from tests.distributed.faults import has_lines, ranks_of
 from tp_invariant_recipes.ledger.open import read
 
 SMALL = ("qwen3_toy", "tp=2", "seq=32", "gbs=1", "device=cpu", "model.num_layers=1")
@@ -31,14 +28,3 @@ def test_modes_train_in_turn_and_are_compared(shared):
     assert [(step.loss, step.grad_norm) for step in plain.steps] == [(s.loss, s.grad_norm) for s in digested.steps]
     repeated = shared("bench", *SMALL, "--dir", "bench", status=2)
     assert "--dir bench is there" in repeated.stderr
-
-
-@pytest.mark.release
-def test_a_killed_rank_is_named(tpi):
-    process = tpi.start("bench", *SMALL, "--modes", "stock", "--steps", "400", "--dir", "killed")
-    process.until(has_lines(tpi.folder / "killed/1-stock/progress.jsonl", 2))
-    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
-    assert process.wait() == 2
-    assert "rank 1 was killed by SIGKILL" in process.stderr
-    assert "Traceback" not in process.stderr
-    assert not (tpi.folder / "killed/bench.json").exists()

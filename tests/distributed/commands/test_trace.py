@@ -144,13 +144,6 @@ def test_a_trace_changes_no_bit(runs, tree):
         assert unequal(untraced(run.ledger()), plain) == []
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("layout", ("tp=2", f"tp=2 sp=false {RECOMPUTED}"))
-def test_a_trace_changes_no_bit_of_stock_numerics(scenario, layout):
-    traced, plain = (scenario(SMALL, layout, more).ledger() for more in ("", "ledger.trace=null"))
-    assert unequal(untraced(traced), plain) == []
-
-
 def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
     """From equal weights; what is before that sum matches, and after the backward pass's, too."""
     short = scenario(SMALL, STOCK, SINGLE_STEP, "gbs=1 model.num_layers=1")
@@ -167,15 +160,6 @@ def test_data_parallel_ranks_and_micro_batches_are_one_batch(tree, layout):
     """The forward and the backward pass of a sequence are those of one rank that computes it alone."""
     single, other = (tree(words, SINGLE_STEP).ledger()[0].trace for words in ("", layout))
     assert by_name(other) == by_name(single)
-
-
-@pytest.mark.release  # in `make test`: stock differs over tp, above
-def test_stock_gradients_have_a_factor(scenario):
-    """The control: Megatron divides by the micro-batches of a rank."""
-    first, second = (by_name(scenario(SMALL, STOCK, SINGLE_STEP, f"dp={dp}").ledger()[0].trace) for dp in (1, 2))
-    assert list(first) == list(second)
-    assert first["backward/output_layer/input"].shape == second["backward/output_layer/input"].shape
-    assert first["backward/output_layer/input"] != second["backward/output_layer/input"]
 
 
 def test_digests_are_those_of_the_dumped_tensors(runs):
