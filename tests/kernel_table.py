@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tests import fp8_operands
 from tests.operands import ATTENTION_KINDS, KINDS, any_bits, finite_operands, normal, same_bits, sample
-from tests.unit.kernels.gemm import test_mxfp8
+from tests.unit.kernels.gemm import test_quantize
 from tests.unit.numerics.sums import test_grad_norm
-from tests.unit.portable import test_cached_attention, test_draw
+from tests.unit.portable import test_draw, test_ieee_attention
 from tp_invariant_recipes.kernels import (
     activations,
     causal_conv,
@@ -190,7 +190,7 @@ def _mxfp8(large: bool) -> Calls:
     forms = (E4M3, True, True, groups), (E5M2, True, False, None), (E4M3, False, True, None)
     for kind in ("normal", "wide", "small", "large", "ties", "bits") if large else ("wide", "small", "bits", "ends"):
         for dtype, rows, columns, of_groups in forms:
-            x = test_mxfp8.operand(kind, rows=sum(sizes) if of_groups else 64, k=k)
+            x = test_quantize.operand(kind, rows=sum(sizes) if of_groups else 64, k=k)
             yield mxfp8.sides, x, dtype, rows, columns, of_groups
 
 
@@ -307,7 +307,7 @@ def _cached_attentions(large: bool) -> Calls:
     chunks = ((1, 1, 1, 1), (1, 7, 70, 130), (1, 64, 3, 65))
     for (h, g, d), chunk, size in product(heads, chunks, (1, 16, 64, 256)):
         most = cached_attention.rows_of_tile(h // g, max(chunk))
-        made = test_cached_attention.laid_out(test_cached_attention.operands(h, g, d), size, chunk, longest=most)
+        made = test_ieee_attention.laid_out(test_ieee_attention.operands(h, g, d), size, chunk, longest=most)
         yield cached_attention.cached_attention, *made[:4], 0.25
 
 

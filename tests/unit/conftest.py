@@ -32,7 +32,7 @@ def _no_bridge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 def _fields_of_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of Bridge's fields, as it is of the Bridge that the locks install.
 
-    tests/distributed/bridge/test_field_table_bridge.py compares it with Bridge.
+    tests/distributed/bridge/test_catalogue_drift.py compares it with Bridge.
     """
     monkeypatch.setattr(field_table, "in_environment", field_table.of_the_locks)
 

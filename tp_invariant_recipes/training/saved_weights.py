@@ -28,7 +28,7 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     chunk = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
-    metadata = dist_checkpointing.load_contentmetadata(str(checkpoint))
+    metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
     state = chunk.sharded_state_dict(metadata=metadata).items()
     sharded = {name: value for name, value in state if is_weight(name) and part in name}
     read, copied = _of_first_experts(sharded) if shared else (sharded, {})

@@ -1,16 +1,28 @@
-"""The catalogue against the classes that are installed: an upgrade that adds a field fails here."""
+"""The catalogue against the classes that are installed: an upgrade that adds a field fails here. The table of Bridge's
+fields against Bridge itself. Bridge's fields that the documents name are fields of the installed Bridge.
+scripts/gpu: every row composes for the GPUs that it names.
+"""
 
 import dataclasses
+import json
+import re
+from functools import cache
+from itertools import product
+from pathlib import Path
 
 import pytest
 
+from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.fields.catalogue import SECTIONS, refused, values_of
 from tp_invariant_recipes.fields.field import ANY, NONE
 from tp_invariant_recipes.fields.model import KNOWN, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, REFUSED
-from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings import field_table, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.sections import OWN_KEYS
+from tp_invariant_recipes.settings.values import WrongType, convert, describe
 from tp_invariant_recipes.sources import recipe_layer
 
 pytestmark = pytest.mark.usefixtures("bridge")
@@ -86,3 +98,117 @@ def test_the_fields_of_a_model_that_are_known_are_fields_of_the_installed_provid
     installed = {name for tree in trees for name in schema.fields(schema.section_class("model", tree))}
     listed = KNOWN | REFUSED
     assert listed - installed == set()
+
+
+VALUES = (True, 0, 3, -1, 1.5, "3", "x", "auto", None, [1], {"a": 1})
+
+
+def taken(value, hint):
+    try:
+        return repr(convert(value, hint))
+    except WrongType:
+        return "refused"
+
+
+def test_the_table_says_what_bridge_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(field_table, "in_environment", lambda: tmp_path / "none")
+    schema.write_field_table(field_table.in_cache())
+    table = field_table.read()
+    assert len(table) == len(schema.BRIDGE_SECTIONS) + len(schema.PROVIDERS)
+    for path, fields in table.items():
+        hints = schema.fields(schema._located(path))
+        assert fields.keys() == hints.keys(), path
+        for name, hint in fields.items():
+            if hint is not None:
+                assert describe(hint) == describe(hints[name]), f"{path}.{name}"
+                assert [taken(v, hint) for v in VALUES] == [taken(v, hints[name]) for v in VALUES], f"{path}.{name}"
+
+
+def test_the_first_import_writes_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(field_table, "in_environment", lambda: tmp_path / "none")
+    assert field_table.read() == {}
+    schema._keep_fields.cache_clear()
+    schema.bridge_class.cache_clear()
+    schema.section_class("train", {})
+    assert schema.PROVIDERS[0] in field_table.read()
+
+
+def test_the_table_beside_the_module_is_that_of_the_lock(tmp_path):
+    """If this fails after an upgrade, write `classes` of the new table into the file, and an empty `sources`."""
+    schema.write_field_table(tmp_path / "table.json")
+    of_the_lock = json.loads(field_table.of_the_locks().read_text())
+    assert json.loads((tmp_path / "table.json").read_text())["classes"] == of_the_lock["classes"]
+    assert of_the_lock["sources"] == {}
+
+
+NAMED = re.compile(rf"(?<![\w./@-])({'|'.join(schema.BRIDGE_SECTIONS)})\.([a-z]\w*)(?![\w/(.])")  # no file, no call
+MODELS = ("qwen3_toy", "nemotron3_nano_toy", "moonlight_toy")  # of each provider one
+
+
+def named(text: str) -> set[tuple[str, str]]:
+    others = ("py", "md", "json", "jsonl", "yaml", "step")  # endings of files; torch's optimizer.step
+    return {(section, field) for section, field in NAMED.findall(text) if field not in others}
+
+
+@cache
+def known() -> frozenset[tuple[str, str]]:
+    """Every `section` and `field` of some model's configuration."""
+    results = set()
+    trees = [compose(model, device="gpu").config.sections for model in MODELS]
+    trees.append(compose("qwen3_toy", parse_all(["peft=lora", "weights=folder"]), device="gpu").config.sections)
+    for tree in trees:
+        for section in schema.BRIDGE_SECTIONS.keys() & tree.keys():
+            results |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
+    results |= {("dataset", name) for name in schema.fields(schema.bridge_class(schema.SFT_DATASET))}
+    return frozenset(results)
+
+
+def unknown(keys: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of `section` and `field` that no model's configuration has."""
+    return {(section, name) for section, name in keys - known() if f"{section}.{name}" not in OWN_KEYS}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_a_key_of_bridges_exists(document):
+    assert unknown(named("\n".join((*document.spans, *document.code)))) == set()
+
+
+def test_a_key_that_does_not_exist_is_seen():
+    keys = named("`model.num_layer=3 optimizer.clip_grad=1.0` tokenizer.vocab_includes_eod and model.yaml")
+    assert unknown(keys) == {("model", "num_layer")}
+
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+
+def runs(command: str) -> list[tuple[str, list[str]]]:
+    """Model and overrides of every run that a command makes."""
+    kind, model, *rest = command.split()
+    if kind not in ("train", "verify", "bench", "audit") or model.startswith("-"):
+        return []
+    overrides = [word for word in rest if "=" in word and not word.startswith(("run.dir=", "weights="))]
+    if kind == "audit":
+        overrides.append("numerics=stock")  # its default
+    pairs = [override.split("=", 1) for override in overrides]
+    each = [[f"{key}={value}" for value in _values(text)] for key, text in pairs]
+    return [(model, [*item]) for item in product(*each)]
+
+
+def _values(text: str) -> list[str]:
+    return [text] if text.startswith(("'", "[")) else text.split(",")
+
+
+@pytest.mark.release
+def test_every_row_composes_and_fits_the_gpus_that_it_names(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from gpu_rows import ROWS
+
+    for name, row in ROWS.items():
+        most = 0
+        for command in row.commands:
+            ranks = [
+                compose(model, overrides, device="gpu").config.layout.world for model, overrides in runs(command.words)
+            ]
+            assert max(ranks, default=command.gpus) == command.gpus, (name, command)
+            most = max(most, command.gpus)
+        assert most == row.gpus, name

@@ -143,7 +143,7 @@ def test_tiles_of_fp8_give_what_is_recorded(case):
 
 
 def test_tiles_walk_k_in_order():
-    """tests/unit/numerics/gemm/test_product_order.py shows that the check sees other orders."""
+    """tests/unit/numerics/gemm/test_cpu_product.py shows that the check sees other orders."""
     require_order.cache_clear()
     require_order("cuda:0")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tests.unit.kernels.gemm.test_mxfp8 import operand
+from tests.unit.kernels.gemm.test_quantize import operand
 from tp_invariant_recipes.kernels.gemm import mxfp8
 from tp_invariant_recipes.kernels.gemm import quantize as definition
 from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2

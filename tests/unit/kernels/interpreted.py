@@ -27,7 +27,7 @@ from tests import kernel_table
 from tests import operands as operands_of
 from tests.operands import same_bits
 from tests.unit.kernels import fp8_interpreted, test_delta_rule
-from tests.unit.kernels.gemm import test_mxfp8
+from tests.unit.kernels.gemm import test_quantize
 from tests.unit.kernels.gemm.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.numerics.sums.test_grad_norm import kernel_cases
 from tests.unit.portable import attention_interpreted
@@ -93,7 +93,7 @@ def added_rows_differ_from_rows_added_at_once():
 
 
 def weights_anywhere_in_memory_are_rounded_as_by_their_twin():
-    memory = test_mxfp8.operand("wide", rows=200, k=160)
+    memory = test_quantize.operand("wide", rows=200, k=160)
     for starts in ((8, 0, 96), (1, 100, 37)):  # rows of 320 bytes; those of the second are in no order
         weights = [memory[start : start + 64] for start in starts]
         for rows in (True, False):

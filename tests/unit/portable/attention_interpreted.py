@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tests.definitions.elementwise import numpy_version
 from tests.definitions.tensor_core_sum import fma
 from tests.operands import finite_operands, same_bits
-from tests.unit.portable import test_cached_attention
+from tests.unit.portable import test_ieee_attention
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.portable.ieee import cached_attention
 from tp_invariant_recipes.portable.ieee.attention import attention_backward, attention_forward
@@ -61,9 +61,9 @@ def interpret_as_a_gpu(kept):
 def cached_rows_are_their_twins(kept, size, chunks, heads, groups, d):
     """Whether the kernel for cached keys, and the one that stores them, have the bits of the form for a CPU."""
     interpret_as_a_gpu(kept)
-    sequences = test_cached_attention.operands(heads, groups, d)
+    sequences = test_ieee_attention.operands(heads, groups, d)
     most = cached_attention.rows_of_tile(heads // groups, max(chunks))
-    operands = *test_cached_attention.laid_out(sequences, size, chunks, longest=most)[:4], 0.25
+    operands = *test_ieee_attention.laid_out(sequences, size, chunks, longest=most)[:4], 0.25
     key, slots = torch.randn(5, groups, d).bfloat16(), torch.tensor([3, 9, 0, 30, 2])
     results = []
     for on_gpu in (False, True):

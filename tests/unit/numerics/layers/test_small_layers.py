@@ -1,4 +1,7 @@
-"""What stands for Megatron's compiled functions; the compiled ones: tests/gpu/kernels/test_fused_gpu.py."""
+"""Places of tokens among logits; gradients of lookups; what stands for Megatron's compiled functions.
+
+The compiled ones: tests/gpu/kernels/test_fused_gpu.py.
+"""
 
 from unittest.mock import Mock
 
@@ -6,7 +9,42 @@ import pytest
 import torch
 
 from tests.operands import same_bits
+from tp_invariant_recipes.numerics.layers import embedding
+from tp_invariant_recipes.numerics.layers.cross_entropy import rank_of
 from tp_invariant_recipes.numerics.megatron import local
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+
+def test_the_largest_logit_has_place_1():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, -1.0, 2.0, 1.0]])
+    for target, places in ((0, [4, 3]), (1, [1, 4]), (2, [3, 1])):
+        assert rank_of(logits, torch.full((2,), target), VirtualMesh(4, 1, 0)).tolist() == places
+
+
+def weight_with_main_grad():
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    weight.main_grad = torch.zeros(8, 4)
+    return weight
+
+
+@pytest.mark.parametrize("ahead", (True, False))
+def test_each_lookup_tells_megatron_that_the_weight_has_a_gradient(ahead):
+    """Also one of multi-token prediction alone, as on a last pipeline stage with an embedding of its own."""
+    weight = weight_with_main_grad()
+    embedding.lookup(weight, torch.tensor([[1, 3]]), None, ahead=ahead).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad_added_to_main_grad
+    rows = weight.main_grad + sum(embedding.sums_of_their_own(weight))[0] if ahead else weight.main_grad
+    assert rows.sum(1).tolist() == [0, 4, 0, 4, 0, 0, 0, 0]
+
+
+def test_lookups_ahead_are_added_before_the_others():
+    """The order is part of the modes' definition."""
+    weight = weight_with_main_grad()
+    for name in (embedding.LOOKUPS, embedding.AHEAD):
+        setattr(weight, name, torch.full((1, 8, 4), float(name == embedding.AHEAD)))
+    assert [kept.mean().item() for kept in embedding.sums_of_their_own(weight)] == [1.0, 0.0]
+
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # What is not one addition.
