@@ -39,5 +39,5 @@ class Result(ABC):
         """Return what the command prints where its output is a file."""
         return terminal.rendered(self.lines()).removesuffix("\n")
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))  # a notebook shows it like this
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self)}  # what a notebook shows

@@ -119,7 +119,8 @@ def print_all(to: Console, lines: Iterable[str | Text | Table]) -> None:
 def rendered(lines: Iterable[str | Text | Table]) -> str:
     """Return what `print_all` writes to a file."""
     file = io.StringIO()
-    print_all(_Console(file=file, highlight=False), lines)
+    plain = _Console(file=file, highlight=False, force_jupyter=False, force_terminal=False)  # in a notebook, too
+    print_all(plain, lines)
     return file.getvalue()
 
 

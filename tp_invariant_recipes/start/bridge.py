@@ -35,6 +35,9 @@ def quiet() -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
+    streams = sys.stdout, sys.stderr
+    if "ipykernel" in sys.modules:  # a notebook's streams write to no descriptor
+        sys.stdout, sys.stderr = (open(descriptor, "w", closefd=False) for descriptor in (1, 2))  # noqa: SIM115
     with tempfile.TemporaryFile() as sink:
         for descriptor in (1, 2):
             os.dup2(sink.fileno(), descriptor)
@@ -43,6 +46,7 @@ def quiet() -> Iterator[None]:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+            sys.stdout, sys.stderr = streams
             for descriptor, original in zip((1, 2), kept, strict=True):
                 os.dup2(original, descriptor)
                 os.close(original)

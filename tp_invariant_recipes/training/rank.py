@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import logging
 import multiprocessing.util
 import os
 import signal
@@ -351,6 +352,9 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
     tracker._fd = tracker._pid = None
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 -- for the whole process
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for handler in logging.root.handlers:  # of the launcher: a notebook's would show the log in a cell
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
     if rank_info.rank in (0, rank_info.world_size - 1):
         with run_dir.bridge_log.open("a", buffering=1, encoding="utf-8") as bridge:
             sys.stdout = _Tee(sys.stdout, bridge)
