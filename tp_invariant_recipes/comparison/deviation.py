@@ -227,6 +227,7 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
     if ranks and shape is None:
         pieces = [replace(piece, values=piece.values * share) for piece in step.run.pieces(name)]
         shape = shape_of(pieces, step.reference.values(name), far.noise, least * MARGIN, ranks)
+    largest = max(math.sqrt(error.squares.sum() / max(1, error.elements)) for error in far.errors)
     return TensorDeviation(
         step=step.step,
         name=name,
@@ -236,7 +237,7 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
         ranks=ranks,
         all_ranks=len(factors),
         shape=shape,
-        size=_largest(far),
+        size=(largest / far.size if far.size and math.isfinite(largest) else None),
         rms=far.size,
         dims=step.reference.parts[name][0][2].shape,
         sees=MARGIN * max(math.sqrt(far.noise), least) / far.size if far.size and far.elements >= FEW else None,
@@ -245,12 +246,6 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
 
 def _loss_share(step: StepDumps) -> float:
     return float(step.reference.values(LOSS_SHARE)[0, 0] / step.run.values(LOSS_SHARE)[0, 0])
-
-
-def _largest(far: "_Distances") -> float | None:
-    """Return the largest error of a rank, relative to the tensor; None: it has no such size."""
-    largest = max(math.sqrt(error.squares.sum() / max(1, error.elements)) for error in far.errors)
-    return largest / far.size if far.size and math.isfinite(largest) else None
 
 
 def _least(name: str, far: "_Distances", spacing: float) -> float:

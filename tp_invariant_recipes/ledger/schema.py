@@ -119,7 +119,11 @@ class Header(Record):
             if not isinstance(part, dict):
                 raise ValueError(f"{name} is not an object of keys and values")
             object.__setattr__(self, name, part)
-        _check_identity(self.identity)
+        if not self.identity:
+            raise ValueError("identity is empty: any two runs would pass for comparable")
+        nested = [key for key, value in self.identity.items() if isinstance(value, dict)]
+        if nested:
+            raise ValueError(f"identity must be flat, with dotted keys; nested: {', '.join(nested)}")
         if len(set(self.names)) != len(self.names):
             raise ValueError("a parameter appears twice")
         check_digests((self.initial or {}).values())
@@ -247,14 +251,6 @@ def _differences(a: dict, b: dict, prefix: str) -> tuple[HeaderDifference, ...]:
     # Compare text, as the hash does: in Python 1, 1.0 and True are equal.
     pairs = ((key, *(canonical(part[key]) if key in part else None for part in (a, b))) for key in sorted(a | b))
     return tuple(HeaderDifference(prefix + key, in_a, in_b) for key, in_a, in_b in pairs if in_a != in_b)
-
-
-def _check_identity(identity: Mapping[str, Any]) -> None:
-    if not identity:
-        raise ValueError("identity is empty: any two runs would pass for comparable")
-    nested = [key for key, value in identity.items() if isinstance(value, dict)]
-    if nested:
-        raise ValueError(f"identity must be flat, with dotted keys; nested: {', '.join(nested)}")
 
 
 def canonical(value: object) -> str:

@@ -6,7 +6,7 @@ Some checkpoints Megatron-Core cannot load, saves under other names, or starts a
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
@@ -62,21 +62,19 @@ def like_the_others(original: Callable[..., Any]) -> Callable[..., Any]:
                 continue
             for other, its in single:
                 if type(other.optimizer) is type(optimizer.optimizer) and any(g["params"] for g in other.param_groups):
-                    _copy_step(its.get("optimizer", its), state.get("optimizer", state))
+                    # Megatron has the step in each group or, of torch's optimizers, once for all parameters.
+                    source = its.get("optimizer", its)
+                    target = state.get("optimizer", state)
+                    if "common_step" in source.get("state", {}):
+                        target["state"]["common_step"] = source["state"]["common_step"]
+                    steps = [group["step"] for group in source["param_groups"] if "step" in group]
+                    for group in target["param_groups"] if steps else ():
+                        group["step"] = steps[0]
             if "fp32_from_fp16_params" in state and not isinstance(self, LayerWiseDistributedOptimizer):
                 state["fp32_from_fp16_params"] = LocalNonpersistentObject(state["fp32_from_fp16_params"])
         return saved
 
     return sharded_state_dict
-
-
-def _copy_step(source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Megatron has it in each group or, of torch's optimizers, once for all parameters."""
-    if "common_step" in source.get("state", {}):
-        target["state"]["common_step"] = source["state"]["common_step"]
-    steps = [group["step"] for group in source["param_groups"] if "step" in group]
-    for group in target["param_groups"] if steps else ():
-        group["step"] = steps[0]
 
 
 def with_a_state(original: Callable[..., None]) -> Callable[..., None]:

@@ -14,7 +14,13 @@ def settle() -> None:
     weight_gradient.forget_stand_ins()
     peer_memory.forget()
     destroy_moe_metrics_tracker()  # it has as many layers as the first model
-    _forget_probabilities()
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    # Megatron's dispatchers keep the probabilities of the last micro-batch; their autograd graph holds the model where
+    # the collector cannot look, so that one with experts would stay beside the next pass's.
+    # type(), since isinstance() asks a weak proxy for the class of an object that may be gone.
+    for dispatcher in [item for item in gc.get_objects() if issubclass(type(item), MoETokenDispatcher)]:
+        vars(dispatcher).pop("probs", None)
     _forget_graphs()
     gc.collect()
     if torch.cuda.is_initialized():  # cuBLAS's workspaces may lie in a graph's pool, which they would keep whole
@@ -33,13 +39,3 @@ def _forget_graphs() -> None:
         FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
         FullCudaGraphWrapper.curr_iteration[stage] = 0
         StaticBufferLoader.static_buffers[stage].clear()
-
-
-def _forget_probabilities() -> None:
-    """Megatron's dispatchers keep those of the last micro-batch; their autograd graph holds the model where the
-    collector cannot look, so that one with experts would stay beside the next pass's."""
-    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-
-    # type(), since isinstance() asks a weak proxy for the class of an object that may be gone.
-    for dispatcher in [item for item in gc.get_objects() if issubclass(type(item), MoETokenDispatcher)]:
-        vars(dispatcher).pop("probs", None)

@@ -311,7 +311,9 @@ def report(
     """
     first = next((tensor for tensor in deviations if tensor.beyond), None)
     spots = deviation.blind_spots(deviations)
-    blind = _undecided(spots, config)
+    muon = config is not None and config.section("optimizer").get("optimizer") == "muon"
+    limit = BLIND if muon else 1.0
+    blind = next((tensor for tensor in spots.values() if tensor.factor and (tensor.sees or 0.0) > limit), None)
     if first or blind is None:
         verdict, words = BEYOND if first else WITHIN, verdict_line(deviations, first, omitted)
     else:
@@ -323,7 +325,12 @@ def report(
     result = AuditResult(where.path, verdict, words, *parts)
     where.write(where.result, result.as_json())
     if page:
-        _write_page(where, result)
+        for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
+            logging.getLogger(name).setLevel(logging.WARNING)
+        from tp_invariant_recipes.features.audit import page as audit_page
+        from tp_invariant_recipes.report.page import write
+
+        write(where.page, audit_page.page(result).encode())
     return result
 
 
@@ -334,22 +341,6 @@ def made() -> dict[str, str]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(["tpi", *sys.argv[1:]]),
     }
-
-
-def _undecided(spots: dict[str, TensorDeviation], config: RunConfig | None) -> TensorDeviation | None:
-    """Return a tensor whose rounding hides an error so large, relative to it, that nothing is decided."""
-    muon = config is not None and config.section("optimizer").get("optimizer") == "muon"
-    limit = BLIND if muon else 1.0
-    return next((tensor for tensor in spots.values() if tensor.factor and (tensor.sees or 0.0) > limit), None)
-
-
-def _write_page(where: AuditDir, result: AuditResult) -> None:
-    for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
-        logging.getLogger(name).setLevel(logging.WARNING)
-    from tp_invariant_recipes.features.audit import page as audit_page
-    from tp_invariant_recipes.report.page import write
-
-    write(where.page, audit_page.page(result).encode())
 
 
 # --- Planning ---

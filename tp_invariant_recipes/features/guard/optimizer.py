@@ -66,7 +66,12 @@ class Adam:
         if not self.state.slots:
             return
         slot = draw.choice(self.state.slots)
-        part = _blocks(slot.updated.numel(), draw)
+        size = slot.updated.numel()
+        threads = torch.get_num_threads()  # each has a part of its own, with last elements of its own
+        count = (size // threads if threads > 1 else size) // BLOCK
+        step = max(1, count // BLOCKS)
+        start = draw.randrange(max(1, count - step * (BLOCKS - 1)))
+        part = slice(start, min(count, start + step * (BLOCKS - 1) + 1), step)
         group = {key: value for key, value in slot.group.items() if key != "params"}
         self._chosen = slot, part, Update(slot.wrapped, group, float(slot.step or 0), _values(slot, part))
 
@@ -118,15 +123,6 @@ def repeated(wrapped: Any, group: dict[str, Any], inputs: dict[str, Tensor], upd
         optimizer.param_groups[0]["step"] = _like(group["step"], updates)
     optimizer.step()
     return {"p": parameter.detach(), **{name: optimizer.state[parameter][name] for name in STATE}}
-
-
-def _blocks(size: int, draw: random.Random) -> slice:
-    """Choose blocks of a flat tensor, evenly spread from a drawn start."""
-    threads = torch.get_num_threads()  # each has a part of its own, with last elements of its own
-    count = (size // threads if threads > 1 else size) // BLOCK
-    step = max(1, count // BLOCKS)
-    start = draw.randrange(max(1, count - step * (BLOCKS - 1)))
-    return slice(start, min(count, start + step * (BLOCKS - 1) + 1), step)
 
 
 def _flat(tensor: Tensor, part: slice) -> Tensor:

@@ -133,7 +133,9 @@ def plan(request: GenerateRequest, out: Path) -> Generation:
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
     if not file.is_file():
         problems.append(f"{file}: no such file")
-    misspelt = _misspelt(words)
+    unknown = [word for word in words if "." not in word.field and word.key not in prompts.NAMES]
+    hints = {word.text: nearest(word.key, prompts.NAMES) for word in unknown}
+    misspelt = {text: hint for text, hint in hints.items() if "mean" in hint}
     problems += [f"{text}: no such key{hint}" for text, hint in misspelt.items()]
     rest = [word for word in words if word not in typed and word.text not in misspelt]
     loaded = model_of(source, rest, request.step, "tpi generate", check.problems, problems, MODE)
@@ -144,7 +146,11 @@ def plan(request: GenerateRequest, out: Path) -> Generation:
         folder = None if loaded.checkpoint else source.expanduser()
         sampling = replace(sampling, eos_token_id=prompts.end_tokens(folder, tokenizer, vocabulary))
     read = prompts.read(file, tokenizer, sampling)
-    requests.check(read, vocabulary, _longest(loaded.longest, request.engine.get("tokens")), text=bool(tokenizer))
+    cache = request.engine.get("tokens")
+    from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
+
+    limits = loaded.longest, LARGEST_ANGLE, None if cache is None else cache // BLOCK * BLOCK
+    requests.check(read, vocabulary, min(int(limit) for limit in limits if limit is not None), text=bool(tokenizer))
     identity = loaded.identity | {
         "requests": {"sha256": prompts.digest(read), "count": len(read)},
         "tokenizer": tokenizer.digest if tokenizer else None,
@@ -153,21 +159,6 @@ def plan(request: GenerateRequest, out: Path) -> Generation:
         "draws": draw.DEFINITION,
     }
     return Generation(loaded.plan(out), loaded.checkpoint, out, where, identity, request, read)
-
-
-def _misspelt(words: Sequence[Override]) -> dict[str, str]:
-    """Return keys, as typed, that are close to one of sampling, with a hint."""
-    unknown = [word for word in words if "." not in word.field and word.key not in prompts.NAMES]
-    hints = {word.text: nearest(word.key, prompts.NAMES) for word in unknown}
-    return {text: hint for text, hint in hints.items() if "mean" in hint}
-
-
-def _longest(learned: int | None, cache: int | None) -> int:
-    """Return the most tokens of a prompt with its completion. learned: positions; cache: tokens; None: no limit."""
-    from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
-
-    limits = learned, LARGEST_ANGLE, None if cache is None else cache // BLOCK * BLOCK
-    return min(int(limit) for limit in limits if limit is not None)
 
 
 def _sampling(typed: Sequence[Override]) -> tuple[Sampling, list[str]]:

@@ -68,7 +68,10 @@ def parse(row: Mapping[str, Any], number: int) -> Rollout:
     _check(tokens, logprobs)
     name = row.get("id", row.get("request_id"))
     values = [None if x is None else float(max(x, LEAST)) for x in logprobs]
-    return Rollout(None if name is None else check_id(name), number, tokens, values, _digests(row, tokens))
+    digests = row.get("digests") or ()
+    if digests and not (isinstance(digests, list) and len(digests) == len(tokens)):
+        raise ValueError(f"digests are no list of {len(tokens)}, one a token")
+    return Rollout(None if name is None else check_id(name), number, tokens, values, digests)
 
 
 def _check(tokens: list[Any], logprobs: list[Any]) -> None:
@@ -81,13 +84,6 @@ def _check(tokens: list[Any], logprobs: list[Any]) -> None:
         raise ValueError(f"{wrong[0]!r:.40} is not the id of a token")
     if odd := [x for x in logprobs if x is not None and (type(x) not in (int, float) or not x <= -LEAST)]:
         raise ValueError(f"{odd[0]!r:.40} is not a log-probability")
-
-
-def _digests(row: Mapping[str, Any], tokens: list[int]) -> Sequence[str]:
-    digests = row.get("digests") or ()
-    if digests and not (isinstance(digests, list) and len(digests) == len(tokens)):
-        raise ValueError(f"digests are no list of {len(tokens)}, one a token")
-    return digests
 
 
 def _has(row: Mapping[str, Any], key: str) -> bool:

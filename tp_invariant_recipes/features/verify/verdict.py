@@ -288,7 +288,10 @@ def _compared(row: CellResult, reference: CellResult) -> CellResult:
 
 def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitfirst: bool) -> MatrixVerdict:
     compared = [row for row in rows if row.comparison is not None]
-    different = _first_different(compared)
+    firsts = [
+        (row.comparison.first.step, n) for n, row in enumerate(compared) if row.comparison and row.comparison.first
+    ]
+    different = compared[min(firsts)[1]] if firsts else None
     not_run = [row for row in rows if row.state == NOT_RUN and exitfirst and different]
     faulty = [row for row in rows if row.why is not None and row not in not_run]
     reference = next((row for row in rows if row.state == REFERENCE), rows[0])
@@ -315,21 +318,9 @@ def _verdict(
         return Verdict.NOT_COMPARABLE.value, _not_comparable(compared, reference)
     if different is not None:
         return Verdict.DIFFERENT.value, _different(different, reference)
-    return Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
-
-
-def _first_different(compared: list[CellResult]) -> CellResult | None:
-    """Return the row that differs at the earliest step; the first of several."""
-    firsts = [
-        (row.comparison.first.step, n) for n, row in enumerate(compared) if row.comparison and row.comparison.first
-    ]
-    return compared[min(firsts)[1]] if firsts else None
-
-
-def _identical(matrix: Matrix, compared: list[CellResult], reference: CellResult) -> str:
     against = "" if matrix.against is None else f" to {reference.label}"
     are = "is" if against and len(compared) == 1 else "are"
-    return f"identical: {matrix} {are} bitwise identical{against} over {_extent(compared)}"
+    return Verdict.IDENTICAL.value, (f"identical: {matrix} {are} bitwise identical{against} over {_extent(compared)}")
 
 
 def _extent(compared: list[CellResult]) -> str:

@@ -102,7 +102,12 @@ def new(
     plans = plan_cells(choices, list(composed.values()), where, how)
     problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]
     if reference is not None and not problems:
-        problems = _against(reference, next(iter(plans.values())))
+        differences = identity_differences(reference.header, Header(identity=next(iter(plans.values())).identity))
+        problems = [
+            f"--against {reference.path} is of another experiment: {d.field} is {d.a or 'not set'} there and "
+            f"{d.b or 'not set'} here"
+            for d in differences
+        ]
     refuse(problems)
     cells = tuple(cell_of(choice, plans[choice.name]) for choice in choices)
     path = None if against is None else str(against.expanduser().absolute())
@@ -270,12 +275,3 @@ def _reference(against: Path | None, problems: list[str]) -> Ledger | None:
     if not ledger.steps:
         problems.append(f"--against {against}: there is no step in this ledger")
     return ledger
-
-
-def _against(reference: Ledger, planned: Plan) -> list[str]:
-    differences = identity_differences(reference.header, Header(identity=planned.identity))
-    return [
-        f"--against {reference.path} is of another experiment: {d.field} is {d.a or 'not set'} there and "
-        f"{d.b or 'not set'} here"
-        for d in differences
-    ]

@@ -63,7 +63,8 @@ class _Lookup(LayerFunction):
         parts = zip(gradients[0].chunk(ctx.contexts, 1), ids.chunk(ctx.contexts, 1), strict=True)
         looked_up = [(rows.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for rows, at in parts]
         ahead = ctx.ahead and getattr(weight, "main_grad", None) is not None
-        if ahead or _shares_main_grad(weight):
+        # The output layer's gradient goes to the same buffer: Megatron marks such a weight at pp=1.
+        if ahead or (getattr(weight, "zero_out_wgrad", False) and getattr(weight, "main_grad", None) is not None):
             # [contexts, rows, h] fp32.
             name = AHEAD if ahead else LOOKUPS
             if getattr(weight, name, None) is None:
@@ -79,11 +80,6 @@ class _Lookup(LayerFunction):
 
 def _add(weight: Tensor, rows: Tensor, at: Tensor, out: Tensor, add: bool) -> None:
     add_rows(rows, at, out if add else out.zero_(), at_once=is_leaf(weight))
-
-
-def _shares_main_grad(weight: Any) -> bool:
-    """Whether the output layer's gradient goes to the same buffer: Megatron marks such a weight at pp=1."""
-    return getattr(weight, "zero_out_wgrad", False) and getattr(weight, "main_grad", None) is not None
 
 
 def sums_of_their_own(weight: Any) -> list[Tensor]:

@@ -54,7 +54,9 @@ def prepared(original: Callable[..., None], shards: int | None, contexts: int | 
             for bucket in (bucket for buffer in _buffers(self) for bucket in buffer.buckets):
                 bucket.gradient_scaling_factor = 1.0
             of_rank, once = shards // ranks, _adds_once(self.config)
-            each = _micro_batches() // of_rank
+            from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+            each = get_num_microbatches() // of_rank
             turns = sums.turns if self.config.num_moe_experts else 1
             dense = ShardCounter(of_rank, each, lambda: _of_dense(self), turns=turns, once=once)
             once = once and len(sums.chain) == 1
@@ -92,12 +94,6 @@ def _prepare(
 def _adds_once(config: Any) -> bool:
     """Whether a backward pass adds to each number of a gradient once: one sequence, one use of each weight."""
     return not (getattr(config, "mtp_num_layers", None) or getattr(config, "packed_sequences", False))
-
-
-def _micro_batches() -> int:
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    return get_num_microbatches()
 
 
 def _buffers(model: Any) -> list[Any]:

@@ -178,7 +178,8 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
                       dtype=parameter.dtype, device=parameter.device)
             )  # fmt: skip
         else:
-            parameter.fill_(_constant(rule, config))
+            centred = rule.value == "ones" and getattr(config, "layernorm_zero_centered_gamma", False)
+            parameter.fill_(0.0 if rule.value == "zeros" or centred else 1.0)
     return model_chunks
 
 
@@ -189,11 +190,6 @@ def _problem(rule: InitRule, parameter: Tensor, size: int) -> str:
     if _is_drawn(rule) and size > 1 and not (rule.whole or rule.unmarked or _is_split(parameter, rule.dim)):
         return f"not split over tensor-parallel ranks along dimension {rule.dim}"
     return ""
-
-
-def _constant(rule: InitRule, config: Any) -> float:
-    centred = rule.value == "ones" and getattr(config, "layernorm_zero_centered_gamma", False)
-    return 0.0 if rule.value == "zeros" or centred else 1.0
 
 
 def rule_of(name: str) -> InitRule | None:

@@ -284,7 +284,9 @@ class _ZLoss(LayerFunction):
         top = wide.amax(1, keepdim=True)
         powers = torch.exp(wide - top)
         total = folding_sum(powers.clone(), 1)
-        z = top + _log(total).unsqueeze(1)
+        # A CPU computes whole vectors, since the numbers after the last one may have other bits.
+        rest = 0 if total.is_cuda else -len(total) % VECTORS
+        z = top + torch.log(torch.nn.functional.pad(total, (0, rest), value=1.0))[: len(total)].unsqueeze(1)
         ctx.save_for_backward(powers * (2.0 * z / total.unsqueeze(1)))
         ctx.factor, ctx.dtype = factor, logits.dtype
         return _over_tokens(z * z, mesh, context).sum() * (0.0 if mesh.rank or context.rank else factor)
@@ -293,12 +295,6 @@ class _ZLoss(LayerFunction):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (slope,) = ctx.saved_tensors
         return (slope * (gradients[0] * ctx.factor)).to(ctx.dtype), None, None, None
-
-
-def _log(x: Tensor) -> Tensor:
-    """[n] → [n]. A CPU computes whole vectors, since the numbers after the last one may have other bits."""
-    rest = 0 if x.is_cuda else -len(x) % VECTORS
-    return torch.log(torch.nn.functional.pad(x, (0, rest), value=1.0))[: len(x)]
 
 
 class _LoadBalance(LayerFunction):

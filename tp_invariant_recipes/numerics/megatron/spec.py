@@ -190,7 +190,11 @@ def local_hybrid_spec(config: Any) -> Any:
     if experts := config.num_moe_experts:
         layers["moe_layer"] = _feed_forward_layer(MoETransformerLayer, experts)
     if config.mtp_num_layers:
-        layers["mtp_block_spec"] = _local_ahead()
+        norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
+        parts = ahead.MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear, mtp_model_layer=None)
+        layer = ModuleSpec(module=ahead.MultiTokenPredictionLayer, submodules=parts)
+        block = ahead.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
+        layers["mtp_block_spec"] = ModuleSpec(module=ahead.MultiTokenPredictionBlock, submodules=block)
     return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers))
 
 
@@ -235,15 +239,6 @@ def _feed_forward_layer(module: type, experts: int | None = None, **names: Any) 
             **names,
         ),
     )
-
-
-def _local_ahead() -> Any:
-    """Multi-token prediction's norms and projection. Megatron builds its layers of the stack's own specification."""
-    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
-    parts = ahead.MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear, mtp_model_layer=None)
-    layer = ModuleSpec(module=ahead.MultiTokenPredictionLayer, submodules=parts)
-    block = ahead.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
-    return ModuleSpec(module=ahead.MultiTokenPredictionBlock, submodules=block)
 
 
 def final_norm(original: Any) -> Any:

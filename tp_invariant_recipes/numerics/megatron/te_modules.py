@@ -114,7 +114,10 @@ def built_problems(kind: str, given: dict[str, Any], defaults: Signature, shards
 def _argument_problems(given: dict[str, Any], defaults: Signature) -> Iterator[str]:
     for name, value in given.items():
         rule = ONLY.get(name)
-        if rule is not None and not _is_allowed(value, rule.values):
+        # 0 is not False here, and a tensor is equal to nothing.
+        if rule is not None and not any(
+            value is known or (type(value) is type(known) and value == known) for known in rule.values
+        ):
             yield f"{name}={value}: {rule.why}; {name}={rule.values[0]}"
         elif rule is None and name not in ANY and value is not (default := defaults.parameters[name].default):
             yield f"{name}={value}: the invariant numerics do not know this argument; {name}={default}"
@@ -140,11 +143,6 @@ def _words(values: tuple[Any, ...]) -> str:
     return " or ".join(map(str, values))
 
 
-def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether it is one of them; 0 is not False here, and a tensor is equal to nothing."""
-    return any(value is known or (type(value) is type(known) and value == known) for known in allowed)
-
-
 def _split_sizes(given: dict[str, Any]) -> list[int]:
     split, rows = given["parameters_split"], given["out_features"]
     if not split:
@@ -155,11 +153,6 @@ def _split_sizes(given: dict[str, Any]) -> list[int]:
 def _not_divided(sizes: list[int], shards: int) -> list[str]:
     wrong = sorted({size for size in sizes if size % shards})
     return [f"out_features: {shards} virtual shards (TPI_SHARDS) do not divide a matrix of {n} rows" for n in wrong]
-
-
-def _of_megatron(module: Any) -> bool:
-    """Whether Megatron-Core's wrapper has an invariant version of its own, whose model is checked elsewhere."""
-    return isinstance(module, ColumnForward | RowForward)
 
 
 def _fp8() -> bool:
@@ -174,7 +167,7 @@ def _checked(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
 
         @wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if not _of_megatron(self):
+            if not isinstance(self, ColumnForward | RowForward):
                 call = parameters.bind(self, *args, **kwargs)
                 call.apply_defaults()
                 problems = built_problems(kind, call.arguments, parameters, shards)

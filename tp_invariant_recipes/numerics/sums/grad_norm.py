@@ -179,7 +179,10 @@ def _as_megatron_means(
         raise ConfigError(f"norm_type={norm_type}: only the 2-norm of the gradients is invariant; set norm_type=2")
     grads = [grads_for_norm] if isinstance(grads_for_norm, Tensor) else list(grads_for_norm)
     group = dist.group.WORLD if group is None else group
-    return [_local(grad) for grad in grads], [*_groups_of_dtensors(grads), group]
+    groups = [grad.device_mesh.get_group() if isinstance(grad, DTensor) else None for grad in grads]
+    if any(group != groups[0] for group in groups):
+        raise ConfigError("gradients of several data-parallel groups, or only some of them DTensors, cannot be summed")
+    return [_local(grad) for grad in grads], [*[group for group in groups[:1] if group is not None], group]
 
 
 @torch.no_grad()
@@ -277,11 +280,3 @@ def _device(grads: Sequence[Tensor], groups: Sequence[Any]) -> torch.device:
 
 def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _groups_of_dtensors(grads: list[Tensor]) -> list[Any]:
-    """Return the one group that DTensors are spread over; none for plain tensors."""
-    groups = [grad.device_mesh.get_group() if isinstance(grad, DTensor) else None for grad in grads]
-    if any(group != groups[0] for group in groups):
-        raise ConfigError("gradients of several data-parallel groups, or only some of them DTensors, cannot be summed")
-    return [group for group in groups[:1] if group is not None]

@@ -81,14 +81,20 @@ class DigestPlan:
         alone = len(getattr(optimizer, "chained_optimizers", [None])) == 1
         magnitude = alone and all(part.values.dtype in WITH_MAGNITUDE for part in held_gradients)
         every = Sums("weights", held_weights, device)
-        every.stacked = stacked = _stacked(every.names, experts)
+        several = sum(digests.stacked_name(name) != name for name in every.names)
+        every.stacked = stacked = experts == "together" or (experts == "auto" and several >= digests.MANY)
         gradients = Sums("gradients", held_gradients, device, magnitude=magnitude, stacked=stacked)
         owned = state.masters()
         rounded = {owner: kept for owner, kept in owned.items() if (kept.values.dtype, owner.dtype) == COPIED}
         others = {owner: kept for owner, kept in owned.items() if owner not in rounded}
         held_masters = [*shards.held(rounded, copies=True), *shards.held(others)]
         masters = Sums("masters", held_masters, device, stacked=stacked)
-        parameters = _parameters(every, gradients, masters)
+        parameters = tuple(
+            Parameter(
+                name, every.shapes[name], gradients.dtypes.get(name), every.dtypes[name], masters.dtypes.get(name)
+            )
+            for name in every.names
+        )
         recorded = {parameter.name for parameter in parameters if not parameter.follows}
         compared = recorded.union(name for _, name in union(sorted(shards.partly(rounded)), device))
         held_weights = [part for part in held_weights if part.name in compared]
@@ -334,20 +340,6 @@ class Digests(AroundOptimizerStep):
     def _tell(self, step: int, recorded: Recorded) -> None:
         if self.listener is not None:
             self.listener(step, recorded)
-
-
-def _stacked(names: Sequence[str], experts: str) -> bool:
-    """Whether the experts of a layer have one digest a matrix. It follows from the model and ledger.experts."""
-    several = sum(digests.stacked_name(name) != name for name in names)
-    return experts == "together" or (experts == "auto" and several >= digests.MANY)
-
-
-def _parameters(every: Sums, gradients: Sums, masters: Sums) -> tuple[Parameter, ...]:
-    """Return the parameters, with the dtypes of all that belongs to them."""
-    return tuple(
-        Parameter(name, every.shapes[name], gradients.dtypes.get(name), every.dtypes[name], masters.dtypes.get(name))
-        for name in every.names
-    )
 
 
 def _held_moments(shards: Shards, optimizer: OptimizerState) -> list[TensorPart]:

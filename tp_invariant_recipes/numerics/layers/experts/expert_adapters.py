@@ -84,7 +84,7 @@ def _separate_gradient(dy: Tensor, x: Tensor, weight: Any, batches: Batches, own
 
 def _shared_gradient(dy: Tensor, x: Tensor, weight: Tensor, batches: Batches, owners: Owners) -> Tensor:
     """Of [n, k]. This rank's slice of the sum over the experts of all owners, for its own tokens."""
-    within = owners.experts // _powers_of_two(owners.experts)
+    within = owners.experts // (owners.experts & -owners.experts)
     leaves = torch.zeros(
         within, owners.each // within, batches.sources, weight.numel(), dtype=torch.float32, device=x.device
     )
@@ -103,8 +103,3 @@ def _shared_gradient(dy: Tensor, x: Tensor, weight: Tensor, batches: Batches, ow
         total = tree_sum(owners.in_order(arrived))
     slices = weight.numel() // total.numel()
     return add_slice(weight, total.view(-1), owners.rank % slices)
-
-
-def _powers_of_two(number: int) -> int:
-    """Return the largest power of two that divides it."""
-    return number & -number

@@ -75,16 +75,6 @@ def looped(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
-def _fill(outputs: list[Tensor | None], sizes: list[int], dim: int) -> None:
-    """Put zeros where this rank has computed no output. sizes: the sequences' lengths, along `dim` of an output."""
-    number, computed = next((n, output) for n, output in enumerate(outputs) if output is not None)
-    for other, size in enumerate(sizes):
-        if outputs[other] is None:
-            shape = [*computed.shape]
-            shape[dim] = shape[dim] * size // sizes[number]
-            outputs[other] = computed.new_zeros(shape)
-
-
 def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], sequences: Sequences) -> Tensor:
     sizes = [length for length, _ in sequences]
     each = _inputs(given, sizes)
@@ -107,7 +97,13 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
             outputs[now.number] = output
     bucket_reduction.enter(None)
     dim = 1 if model.post_process else 0
-    _fill(outputs, sizes, dim)
+    # Zeros where this rank has computed no output, as long as the sequences are.
+    number, computed = next((n, output) for n, output in enumerate(outputs) if output is not None)
+    for other, size in enumerate(sizes):
+        if outputs[other] is None:
+            shape = [*computed.shape]
+            shape[dim] = shape[dim] * size // sizes[number]
+            outputs[other] = computed.new_zeros(shape)
     return _Joined.apply(dim, idle, *outputs, *idle) if idle else torch.cat(outputs, dim)  # type: ignore[arg-type]
 
 
