@@ -1,8 +1,6 @@
 """The configurations of a matrix, composed and planned, and the problems of all of them in one list."""
 
 import re
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,13 +15,12 @@ from hydra.errors import HydraException
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.check.invariant.shards import DEFAULT_SHARDS
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, changed, given, parse, texts
+from tp_invariant_recipes.config.overrides import Override, given, parse, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, refuse
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
-from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.mode import MEGATRONS
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, MatrixDir, Omission
 from tp_invariant_recipes.settings import conf_files, expert_groups
@@ -260,56 +257,18 @@ def named(choice: Choice, composed: Composed) -> Choice:
 
 
 def that_fit(
-    model: str, requested: Sequence[Override], choices: Sequence[Choice], composed: dict[str, Composed], here: bool
+    choices: Sequence[Choice], composed: dict[str, Composed], here: bool
 ) -> tuple[tuple[Choice, ...], tuple[Omission, ...]]:
-    """Return the cells whose memory suffices, and those left out. requested: as typed. here: as for `room.room`.
+    """Return the cells whose memory suffices, and those left out. here: as for `room.room`.
 
-    ConfigError, with a command that works: no two of several cells fit, or the only one does not.
+    ConfigError: no two of several cells fit, or the only one does not.
     """
-    large = {
-        choice.label: problems[0]
-        for choice in choices
-        if (problems := room.problems(composed[choice.label].config, here=here))
-    }
-    kept, least = tuple(choice for choice in choices if choice.label not in large), min(2, len(choices))
-    omitted = tuple(Omission(label, problem.partition(":\n")[0]) for label, problem in large.items())
-    if len(kept) >= least:
-        return kept, omitted
-    command = _command_that_fits(model, requested, choices, least, here)
-    if command is None:
-        problems = [f"{label}: {problem}" for label, problem in large.items()]
-    else:
-        problems = list(map(str, omitted))
-        problems.append(f"{len(kept)} of {len(choices)} configurations fit; this command works: {command}")
-    raise ConfigError("\n".join(problems), problems)
-
-
-def _command_that_fits(
-    model: str, requested: Sequence[Override], choices: Sequence[Choice], least: int, here: bool
-) -> str | None:
-    """Get this process's command with the change that lets `least` cells fit: larger degrees of tp, or fewer layers."""
-
-    def fits(choice: Choice, key: str, value: int) -> bool:
-        try:
-            config = compose(model, changed(choice.overrides, [f"{key}={value}"]), device=plan.detect_device()).config
-        except ConfigError:
-            return False
-        visible = gpus.visible() if here else []
-        enough = not visible or config.layout.world <= len(visible)
-        return enough and not room.problems(config, here=here) and room.warning(config, here=here) is None
-
-    degrees = [str(tp) for tp in (1, 2, 4, 8, 16) if fits(choices[0], "tp", tp)]
-    if len(degrees) >= least:
-        return _changed_command(requested, "tp", ",".join(degrees[:least]))
-    layers = (1 << power for power in range(6, -1, -1))
-    few = next((n for n in layers if all(fits(choice, "model.num_layers", n) for choice in choices)), None)
-    return None if few is None else _changed_command(requested, "model.num_layers", str(few))
-
-
-def _changed_command(requested: Sequence[Override], key: str, values: str) -> str:
-    typed = given(requested, parse(f"{key}=1").path)
-    words = [f"{key}={values}" if typed and word == typed.text else word for word in sys.argv[1:]]
-    return shlex.join(["tpi", *words, *([] if typed else [f"{key}={values}"])])
+    found = {choice.label: room.problems(composed[choice.label].config, here=here) for choice in choices}
+    large = {label: problems[0] for label, problems in found.items() if problems}
+    kept = tuple(choice for choice in choices if choice.label not in large)
+    if len(kept) < min(2, len(choices)):
+        refuse([f"{label}: {problem}" for label, problem in large.items()])
+    return kept, tuple(Omission(label, problem.partition(":\n")[0]) for label, problem in large.items())
 
 
 def plan_cells(

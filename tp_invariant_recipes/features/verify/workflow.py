@@ -94,7 +94,7 @@ def new(
     changed, cell_problems = compose_each(model, [choice for choice in kept if choice not in before], how.here)
     cell_problems.raise_any()
     composed |= changed
-    kept, too_large = that_fit(model, requested, kept, composed, how.here)
+    kept, too_large = that_fit(kept, composed, how.here)
     choices = tuple(named(choice, composed[choice.label]) for choice in kept)
     composed = {choice.label: composed[choice.label] for choice in kept}
     omitted += too_large
