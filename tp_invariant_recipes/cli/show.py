@@ -213,7 +213,14 @@ def _diff(arguments: list[str], *, as_json: bool) -> int:
     overrides = parse_all(word for word in arguments if word not in pair)
     reasons: dict[str, str] = {}
     if len(pair) == 1 and pair[0].startswith("recipe="):
-        both = _recipe_and_run(pair[0], overrides)
+        from tp_invariant_recipes.settings.sections import OWN_KEYS
+        from tp_invariant_recipes.sources import recipe_layer
+
+        run = _sections_of(pair[0], overrides)
+        question = (f"recipe={run['recipe']['name']}", run["recipe"]["hf_folder"], run["data"]["kind"] == "text")
+        sections = recipe_layer.read_recipe(*question).own
+        own = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
+        both = [{**run, **sections, "tokenizer": own | sections["tokenizer"]}, run]
         for line in reversed(both[1]["recipe"].get("adjusted", ())):  # "KEY: …: REASON"
             reasons[line.partition(": ")[0]] = f": {line.rpartition(': ')[2]}"
         pair = [pair[0], "the run"]
@@ -250,18 +257,6 @@ def _sections_of(text: str, overrides: "list[Override]") -> Sections:
     except ValueError as error:  # a quote without its end, or no word
         raise ConfigError(f"{TWO}; {text!r}: {error}") from None
     return _composed(str(of_model(model)), [*parse_all(words), *overrides])
-
-
-def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Sections]:
-    """Return the recipe's own settings, and those of a run of the recipe."""
-    from tp_invariant_recipes.settings.sections import OWN_KEYS
-    from tp_invariant_recipes.sources import recipe_layer
-
-    run = _sections_of(recipe, overrides)
-    question = (f"recipe={run['recipe']['name']}", run["recipe"]["hf_folder"], run["data"]["kind"] == "text")
-    sections = recipe_layer.read_recipe(*question).own
-    own = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
-    return [{**run, **sections, "tokenizer": own | sections["tokenizer"]}, run]
 
 
 def _differences(a: Sections, b: Sections) -> list[dict[str, Any]]:

@@ -124,7 +124,14 @@ class Tally:
                 self.first = a.step, difference
         for kind in DIGESTED:
             for name in differing(a, b, kind, self.order):
-                _extend(self._parameters.setdefault((name, kind), []), a.step)
+                spans = self._parameters.setdefault((name, kind), [])
+                last = spans[-1] if spans else None
+                if last is not None and len(last) == 1:
+                    spans[-1] = range(last.start, a.step + 1, a.step - last.start)
+                elif last is not None and a.step - last[-1] == last.step:
+                    spans[-1] = range(last.start, a.step + 1, last.step)
+                else:
+                    spans.append(range(a.step, a.step + 1))
         alone = [*unmatched(a, b), *(untraced(a, b, self._places) if self._modules else ())]
         for unmatched_name in alone:
             self.unmatched.setdefault(unmatched_name, a.step)
@@ -177,14 +184,3 @@ class Tally:
     def trace(self) -> TraceCoverage:
         """Of all traced steps together."""
         return TraceCoverage(*map(len, self._traced))
-
-
-def _extend(spans: list[range], step: int) -> None:
-    """Add a later step to ascending steps, which mostly are so many apart: every one, or every tenth."""
-    last = spans[-1] if spans else None
-    if last is not None and len(last) == 1:
-        spans[-1] = range(last.start, step + 1, step - last.start)
-    elif last is not None and step - last[-1] == last.step:
-        spans[-1] = range(last.start, step + 1, last.step)
-    else:
-        spans.append(range(step, step + 1))

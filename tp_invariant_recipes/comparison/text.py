@@ -114,11 +114,6 @@ def _undigested(comparison: Comparison) -> list[str]:
     if lacking:
         who = "neither run has any" if len(lacking) == 2 else f"{lacking[0]} has no"
         return [f"Gradients and weights themselves are not compared: {who} digests (ledger.digests=1 records them)."]
-    return [*_not_compared(comparison), *_partly_compared(comparison)]
-
-
-def _not_compared(comparison: Comparison) -> list[str]:
-    """Return the kinds of digest that one run never has, or neither, in one sentence."""
     reasons: dict[str, list[str]] = {}
     for kind in DIGESTED:
         coverage = comparison.coverage[kind]
@@ -130,7 +125,7 @@ def _not_compared(comparison: Comparison) -> list[str]:
         elif kind in _OF_STATE:
             reasons.setdefault("neither run has digests at a common step", []).append(LABELS[kind])
     parts = [f"{_series(labels)}, of which {reason}" for reason, labels in reasons.items()]
-    return [f"Not compared: {'; '.join(parts)}."] if parts else []
+    return [*([f"Not compared: {'; '.join(parts)}."] if parts else []), *_partly_compared(comparison)]
 
 
 def _partly_compared(comparison: Comparison) -> list[str]:

@@ -4,7 +4,7 @@ Words are read and judged, Hydra merges the files of their options once, and wha
 is adjusted, and every rule is asked.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -153,12 +153,28 @@ def _typed(model: str, sound: Sequence[Override], problems: list[str]) -> tuple[
     if messages := [f"{name}: {why} {name}.FIELD" for name in _not_sections(sections)]:
         refuse([*problems, *messages])
     if recipe:
-        _keep_recipes_fields(sections, recipe, fitting)
+        typed = [override.path for override in fitting]
+        # Fields of pretraining that a recipe leaves out go, and what its objects hold is noted.
+        sections["dataset"] = recipe_layer.without_pretraining_fields(sections["dataset"], recipe, typed)
+        sections["recipe"]["hf_folder"] = hf_folder(fitting)
+        kept = [path for path in sections["recipe"]["kept"] if path not in typed]
+        if "dataset" in kept and sections["data"]["kind"] != "recipe":  # data=mock
+            kept.remove("dataset")
+        elif "dataset" in kept and (lost := [path for path in typed if path.startswith("dataset.")]):
+            raise ConfigError(f"{', '.join(lost)}: the recipe's dataset is an object of its own; set it there")
+        sections["recipe"]["kept"] = kept
     wrong = _wrong_in_files(sections)
     problems += [line for line in lines(wrong.values()) if line not in problems]
     if any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
         raise ConfigError(listed(problems), problems)
-    _as_by_default(sections, wrong)
+    # Defaults stand where files hold a refused value, so that the rules find the other problems, too.
+    for section, _, name in (path.partition(".") for path in wrong):
+        if section not in OWN_SECTIONS:
+            sections.pop(section)
+        else:
+            field, defaults = name.partition(".")[0], asdict(OWN_SECTIONS[section]())
+            sections[section].pop(field, None)
+            sections[section] |= {field: defaults[field]} if field in defaults else {}
     return _completed(RunConfig(sections), recipe), fitting
 
 
@@ -187,21 +203,6 @@ def _not_sections(sections: dict[str, Any]) -> list[str]:
     ]
 
 
-def _keep_recipes_fields(
-    sections: dict[str, Any], answer: recipe_layer.RecipeAnswer, overrides: Sequence[Override]
-) -> None:
-    """Drop the fields of pretraining that a recipe leaves out, and note what else follows from its answer."""
-    typed = [override.path for override in overrides]
-    sections["dataset"] = recipe_layer.without_pretraining_fields(sections["dataset"], answer, typed)
-    sections["recipe"]["hf_folder"] = hf_folder(overrides)
-    kept = [path for path in sections["recipe"]["kept"] if path not in typed]
-    if "dataset" in kept and sections["data"]["kind"] != "recipe":  # data=mock
-        kept.remove("dataset")
-    elif "dataset" in kept and (lost := [path for path in typed if path.startswith("dataset.")]):
-        raise ConfigError(f"{', '.join(lost)}: the recipe's dataset is an object of its own; set it there")
-    sections["recipe"]["kept"] = kept
-
-
 def _wrong_in_files(sections: dict[str, Any]) -> dict[str, Problem]:
     """Path -> problem of what files hold: no section, a value of another type, or out of its range."""
     wrong = {
@@ -217,17 +218,6 @@ def _wrong_in_files(sections: dict[str, Any]) -> dict[str, Problem]:
         except WrongType as error:
             wrong[key.path] = Problem(f"{key.path}={value}", str(error))
     return wrong | misfits(sections, {})
-
-
-def _as_by_default(sections: dict[str, Any], wrong: Iterable[str]) -> None:
-    """Put defaults where files hold a refused value, so that the rules find the other problems, too."""
-    for section, _, name in (path.partition(".") for path in wrong):
-        if section not in OWN_SECTIONS:
-            sections.pop(section)
-        else:
-            field, defaults = name.partition(".")[0], asdict(OWN_SECTIONS[section]())
-            sections[section].pop(field, None)
-            sections[section] |= {field: defaults[field]} if field in defaults else {}
 
 
 def _completed(config: RunConfig, recipe: recipe_layer.RecipeAnswer | None) -> RunConfig:

@@ -111,8 +111,28 @@ def build(config: RunConfig) -> ConfigContainer:
     parts.setdefault("mixed_precision", config.mixed_precision)
     if low_precision.fp8_layers(config) is not None:
         parts["mixed_precision"] = _for_invariant_layers(parts["mixed_precision"])
-    _numerics(parts["model"], config)
-    _packed(parts, config)
+    provider = parts["model"]
+    numerics = config.numerics
+    if numerics.invariant:
+        provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
+        provider.context_shards = numerics.context_shards or provider.context_parallel_size
+        provider.data_shards, provider.expert_groups = numerics.data_shards, numerics.expert_groups
+        provider.fp8_layers = low_precision.fp8_layers(config)
+    if numerics.initial_weights == "invariant" and config.weights.folder is None:
+        from tp_invariant_recipes.numerics.megatron import init
+
+        provider.register_pre_wrap_hook(partial(init.initialise, seed=config.section("rng")["seed"]))
+        if numerics.invariant and config.device.kind == "cpu":
+            provider.perform_initialization = False  # Megatron would draw all weights before, on one thread
+    # Examples are packed in the run's own folder, since Bridge would take another run's rows of other examples.
+    specs, folder = getattr(parts["dataset"], "offline_packing_specs", None), finetuning.index_folder(config)
+    parts["model"].packed_sequences = specs is not None
+    if specs is not None and folder is not None:
+        specs.packed_train_data_path = folder / "training.idx.parquet"
+        specs.packed_val_data_path = folder / "validation.idx.parquet"
+        specs.packed_metadata_path = folder / "packing.json"
+    if specs is not None and not config.section("validation").get("eval_iters"):
+        parts["dataset"].do_validation = False  # Bridge would pack a file that nobody needs
     if finetuning.adapts(config) and config.weights.folder is not None:  # Bridge asks where the base weights are
         parts["checkpoint"].pretrained_checkpoint = config.weights.folder
     if config.numerics.invariant:
@@ -221,22 +241,6 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
         model.setdefault(SPEC_FIELDS[provider], get_method(specs[provider]))
 
 
-def _numerics(provider: Any, config: RunConfig) -> None:
-    """Set what the invariant layers read from their configuration, and weights that no layout changes."""
-    numerics = config.numerics
-    if numerics.invariant:
-        provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
-        provider.context_shards = numerics.context_shards or provider.context_parallel_size
-        provider.data_shards, provider.expert_groups = numerics.data_shards, numerics.expert_groups
-        provider.fp8_layers = low_precision.fp8_layers(config)
-    if numerics.initial_weights == "invariant" and config.weights.folder is None:
-        from tp_invariant_recipes.numerics.megatron import init
-
-        provider.register_pre_wrap_hook(partial(init.initialise, seed=config.section("rng")["seed"]))
-        if numerics.invariant and config.device.kind == "cpu":
-            provider.perform_initialization = False  # Megatron would draw all weights before, on one thread
-
-
 def _for_invariant_layers(precision: Any) -> Any:
     """Return a precision with FP8 as Megatron gets it: bf16.
 
@@ -252,15 +256,3 @@ def _for_invariant_layers(precision: Any) -> Any:
     for name in low_precision.OF_FP8:
         setattr(precision, name, getattr(plain, name))
     return precision
-
-
-def _packed(parts: dict[str, Any], config: RunConfig) -> None:
-    """Examples are packed in the run's own folder, since Bridge would take another run's rows of other examples."""
-    specs, folder = getattr(parts["dataset"], "offline_packing_specs", None), finetuning.index_folder(config)
-    parts["model"].packed_sequences = specs is not None
-    if specs is not None and folder is not None:
-        specs.packed_train_data_path = folder / "training.idx.parquet"
-        specs.packed_val_data_path = folder / "validation.idx.parquet"
-        specs.packed_metadata_path = folder / "packing.json"
-    if specs is not None and not config.section("validation").get("eval_iters"):
-        parts["dataset"].do_validation = False  # Bridge would pack a file that nobody needs

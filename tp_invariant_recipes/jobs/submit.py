@@ -145,7 +145,13 @@ def several(
     directory, against: as for `verify.new`. after, how: as for `train`. Raises as `train` does.
     """
     problems, sound = check_reserved("submit", parse_all(overrides))
-    problems += _array_problems(sound)
+    axes, _ = spread(sound, [])
+    problems += [
+        f"{axis}: the configurations are one array of jobs, which has one {axis.key}; submit one verify for each, "
+        "and compare them with --against"
+        for axis in axes
+        if axis.key.partition(".")[0] in ARRAY_SECTIONS
+    ]
     refuse(problems)
     path = choose_for_several(directory, f"verify-{model}").absolute()
 
@@ -176,17 +182,6 @@ def several(
         omitted=verification.matrix.omitted,
         warnings=_warnings({cell.label: configs[cell.name] for cell in verification.matrix.cells}),
     )
-
-
-def _array_problems(overrides: Sequence[Override]) -> list[str]:
-    """Axes of the matrix that one array of jobs cannot have."""
-    axes, _ = spread(overrides, [])
-    return [
-        f"{axis}: the configurations are one array of jobs, which has one {axis.key}; submit one verify for each, "
-        "and compare them with --against"
-        for axis in axes
-        if axis.key.partition(".")[0] in ARRAY_SECTIONS
-    ]
 
 
 def _array_scripts(

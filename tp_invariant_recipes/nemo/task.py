@@ -120,7 +120,14 @@ def _pretrain_recorded(
     if run_dir.ledger.exists() and config.checkpoint.load is None:
         raise RunError(f"{run_dir.path} holds the ledger of another task; give this one a folder of its own")
     if rank == world - 1:
-        _write(run_dir, config, run)
+        from tp_invariant_recipes.machine.versions import versions
+        from tp_invariant_recipes.settings.environment import recorded
+        from tp_invariant_recipes.settings.secrets import without
+
+        run_dir.write(run_dir.config, without(_plain(config)))
+        run_dir.write(run_dir.environment, recorded(os.environ))
+        run_dir.write(run_dir.versions, versions())
+        run_dir.write(run_dir.run, run.as_json())
     info = RankInfo(rank, int(os.environ.get("LOCAL_RANK", rank)), world, world, "", ())
     ledger_callbacks = recording(run_dir, info, run, LedgerSettings(state_digests=STATE_DIGESTS))
     step = OptimizerStep(ledger_callbacks)
@@ -183,15 +190,3 @@ def _plain(config: Any) -> dict[str, Any]:
     """Return a ConfigContainer as JSON has it; an object that is no text as the name of its class."""
     text = json.dumps(config.to_dict(), default=lambda value: type(value).__qualname__)
     return json.loads(text, parse_constant=str)
-
-
-def _write(run_dir: Any, config: Any, run: RunFile) -> None:
-    """Write the files beside the ledger that make a certificate of it."""
-    from tp_invariant_recipes.machine.versions import versions
-    from tp_invariant_recipes.settings.environment import recorded
-    from tp_invariant_recipes.settings.secrets import without
-
-    run_dir.write(run_dir.config, without(_plain(config)))
-    run_dir.write(run_dir.environment, recorded(os.environ))
-    run_dir.write(run_dir.versions, versions())
-    run_dir.write(run_dir.run, run.as_json())

@@ -64,10 +64,19 @@ class Recorder(Callback):
                 f"latest_train_state.pt there first; cp {iteration_dir(Path(folder), asked)}/train_state.pt "
                 f"{folder}/latest_train_state.pt"
             )
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        described = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
+        config = context.state.cfg
+        if properties.name == "cpu":
+            described |= {"machine": platform.machine(), CAPABILITY: processor.capability()}
+        attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
+        product = mode.definition(self.parts["numerics"]["mode"], "cpu" if properties.name == "cpu" else "gpu")
+        layers = getattr(config.model, "fp8_layers", None)
+        defined = {"attention": attention, "product": product, "fp8": layers and layers.definition}
         header = Header(
             identity=self.identity,
             versions=versions(),
-            device=_device(context, self.parts["numerics"]["mode"]),
+            device=(described | {name: value for name, value in defined.items() if value is not None}),
             environment=recorded(os.environ),
             parameters=self.digests.plan.parameters if self.digests else (),
             initial=self.digests.initial if self.digests else None,
@@ -167,16 +176,3 @@ class Recorder(Callback):
                 stream.write(json.dumps(line.as_json()) + "\n")
         except OSError as error:
             raise OSError(error.errno, cannot_write(self.run_dir.progress, error)) from error
-
-
-def _device(context: CallbackContext, numerics: str) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    described = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
-    config = context.state.cfg
-    if properties.name == "cpu":
-        described |= {"machine": platform.machine(), CAPABILITY: processor.capability()}
-    attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
-    product = mode.definition(numerics, "cpu" if properties.name == "cpu" else "gpu")
-    layers = getattr(config.model, "fp8_layers", None)
-    defined = {"attention": attention, "product": product, "fp8": layers and layers.definition}
-    return described | {name: value for name, value in defined.items() if value is not None}

@@ -57,18 +57,14 @@ def svg(drawing: Drawing) -> str:
         label_logarithms(figure)
         stream = io.StringIO()
         FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
-    return named(_element(stream.getvalue(), drawing))
-
-
-def _element(document: str, drawing: Drawing) -> str:
-    """Turn matplotlib's document into an element of a page, without preamble, addresses and duplicate ids."""
+    document = stream.getvalue()
     head, body = document[document.index("<svg") :].split(">", 1)
     box = head[head.index("viewBox=") :].split('"')[1]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
     body = re.sub(r"\n\s*", "\n", body)
     start = f'<svg viewBox="{box}" role="img" aria-labelledby="{drawing.name}-alt">'
-    return f"{start}{body.strip()}"
+    return named(f"{start}{body.strip()}")
 
 
 _ROWS = 40  # at most, of the table of parameters

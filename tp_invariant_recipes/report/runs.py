@@ -1,7 +1,7 @@
 """The runs of a report: ledgers with short names, other data of their run directories, and their comparisons."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,8 +135,14 @@ def gather(
         raise LedgerError(f"a report covers 1 to {len(_LETTERS)} runs, not {len(paths)}: tpi report RUN…")
     ledgers = [read(path, progress=reading(Path(path)) if reading else None) for path in paths]
     first, *others = ledgers
+    whole = [(ledger.run_directory or ledger.path).resolve() for ledger in ledgers]
+    ends: dict[Path, str] = {}
+    for path in whole:
+        lengths = range(1, len(path.parts) + 1)
+        distinct = (n for n in lengths if all(other.parts[-n:] != path.parts[-n:] for other in whole if other != path))
+        ends[path] = "/".join(path.parts[-next(distinct, len(path.parts)) :])
     return Report(
-        tuple(map(_run, _LETTERS, _names(ledgers), ledgers)),
+        tuple(map(_run, _LETTERS, [single_line(ends[path]) for path in whole], ledgers)),
         compare_all(first, others, progress=comparing),
     )
 
@@ -150,16 +156,6 @@ def _run(letter: str, name: str, ledger: Ledger) -> Run:
         file = run_dir.read_run(StartedRun)
     timings, unread = _timings(run_dir.progress)
     return Run(letter, name, ledger, timings, file, unread)
-
-
-def _names(ledgers: Iterable[Ledger]) -> list[str]:
-    whole = [(ledger.run_directory or ledger.path).resolve() for ledger in ledgers]
-    ends: dict[Path, str] = {}
-    for path in whole:
-        lengths = range(1, len(path.parts) + 1)
-        distinct = (n for n in lengths if all(other.parts[-n:] != path.parts[-n:] for other in whole if other != path))
-        ends[path] = "/".join(path.parts[-next(distinct, len(path.parts)) :])
-    return [single_line(ends[path]) for path in whole]
 
 
 def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:

@@ -119,7 +119,16 @@ def _set(config: RunConfig, key: str) -> bool:
 
 
 def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
-    held = _layers(config, at, stage)
+    layers, model = size.layers(config.shape), config.model
+    first = model.get("num_layers_in_first_pipeline_stage")
+    final = model.get("num_layers_in_last_pipeline_stage")
+    counts = {0: first, at.pp - 1: final} if at.pp > 1 else {}
+    given = {number: count for number, count in counts.items() if count}
+    total, others = layers.total(), at.pp - len(given)
+    accounted = [bool(model.get(key)) for key in run_config.ACCOUNTED]
+    mine = given.get(stage) or (total + sum(accounted) - sum(given.values())) / max(1, others)
+    mine -= sum(on for on, end in zip(accounted, (0, at.pp - 1), strict=True) if stage == end)
+    held = Counter({kind: math.ceil(count * mine / total) for kind, count in layers.items()})
     weights, matrices = (_sum(config, held, count) for count in (size.weights, size.matrices))
     last = stage == at.pp - 1
     if last:
@@ -167,20 +176,6 @@ def _tied(config: RunConfig, at: Layout) -> bool:
 def _sum(config: RunConfig, held: Counter[str], counted: Callable[[ModelShape, str], Weights]) -> Weights:
     parts = (counted(config.shape, part) * count for layer, count in held.items() for part in layer)
     return sum(parts, Weights())
-
-
-def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
-    """Return the layers of a stage by kind, each kind divided as all layers are."""
-    layers, model = size.layers(config.shape), config.model
-    first = model.get("num_layers_in_first_pipeline_stage")
-    final = model.get("num_layers_in_last_pipeline_stage")
-    counts = {0: first, at.pp - 1: final} if at.pp > 1 else {}
-    given = {number: count for number, count in counts.items() if count}
-    total, others = layers.total(), at.pp - len(given)
-    accounted = [bool(model.get(key)) for key in run_config.ACCOUNTED]
-    mine = given.get(stage) or (total + sum(accounted) - sum(given.values())) / max(1, others)
-    mine -= sum(on for on, end in zip(accounted, (0, at.pp - 1), strict=True) if stage == end)
-    return Counter({kind: math.ceil(count * mine / total) for kind, count in layers.items()})
 
 
 def _in_flight(config: RunConfig, at: Layout, stage: int) -> float:

@@ -52,7 +52,14 @@ def can_fork(imported_with: Mapping[str, str] | None, *, probe: Callable[[], boo
 def _kept_or_tried(probe: Callable[[], bool]) -> bool:
     """Return what a process in this state has shown on this machine, or the probe shows now."""
     try:
-        state = _state()
+        # What decides whether importing these modules has started CUDA.
+        digest = hashlib.sha256(DRIVER.read_bytes() + Path("/proc/sys/kernel/random/boot_id").read_bytes())
+        variables = sorted(item for item in os.environ.items() if any(word in item[0] for word in OF_LIBRARIES))
+        modules = [vars(module).get("__file__") for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+        sources = (file for file in modules if file and "-packages/" not in file)  # such as a recipe
+        times = cache.stamp(map(Path, {*sources, *sys.path}))  # an installation changes the time of a folder
+        digest.update(repr((variables, sorted(sys.modules), times)).encode(errors="surrogateescape"))
+        state = digest.hexdigest()
     except OSError:
         return probe()
     with suppress(OSError, ValueError):
@@ -62,17 +69,6 @@ def _kept_or_tried(probe: Callable[[], bool]) -> bool:
     if can:
         cache.keep(PROOF, state)
     return can
-
-
-def _state() -> str:
-    """Return a hash of what decides whether importing these modules has started CUDA. Raises OSError: no driver."""
-    digest = hashlib.sha256(DRIVER.read_bytes() + Path("/proc/sys/kernel/random/boot_id").read_bytes())
-    variables = sorted(item for item in os.environ.items() if any(word in item[0] for word in OF_LIBRARIES))
-    modules = [vars(module).get("__file__") for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
-    sources = (file for file in modules if file and "-packages/" not in file)  # such as a recipe
-    times = cache.stamp(map(Path, {*sources, *sys.path}))  # an installation changes the time of a folder
-    digest.update(repr((variables, sorted(sys.modules), times)).encode(errors="surrogateescape"))
-    return digest.hexdigest()
 
 
 def _relevant(variables: Mapping[str, str]) -> dict[str, str]:

@@ -21,15 +21,7 @@ def settle() -> None:
     # type(), since isinstance() asks a weak proxy for the class of an object that may be gone.
     for dispatcher in [item for item in gc.get_objects() if issubclass(type(item), MoETokenDispatcher)]:
         vars(dispatcher).pop("probs", None)
-    _forget_graphs()
-    gc.collect()
-    if torch.cuda.is_initialized():  # cuBLAS's workspaces may lie in a graph's pool, which they would keep whole
-        torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-
-
-def _forget_graphs() -> None:
-    """Megatron keeps the graph of a step, its inputs, its pool of memory and the steps until its capture."""
+    # Megatron keeps the graph of a step, its inputs, its pool of memory and the steps until its capture.
     from megatron.core import full_cuda_graph
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
@@ -39,3 +31,7 @@ def _forget_graphs() -> None:
         FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
         FullCudaGraphWrapper.curr_iteration[stage] = 0
         StaticBufferLoader.static_buffers[stage].clear()
+    gc.collect()
+    if torch.cuda.is_initialized():  # cuBLAS's workspaces may lie in a graph's pool, which they would keep whole
+        torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()

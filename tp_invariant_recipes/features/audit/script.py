@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -25,8 +24,18 @@ def text(config: RunConfig, settings: Sequence[str], first: str | None) -> str |
     if not layered or not plain or any(part in setting for setting in settings for part in _OTHERS):
         return None
     name = module.removeprefix(_LAYER).partition(".")[2]
+    from megatron.core.transformer import TransformerConfig
+
+    names = {field.name for field in dataclasses.fields(TransformerConfig)} - {*_DROPPED}
     described = {
-        "config": _fields(config) | {"num_layers": 1, "use_cpu_initialization": True},
+        "config": {
+            name: value
+            for name, value in config.model.items()
+            if name in names
+            and isinstance(value, bool | int | float | str)
+            and "." not in str(value).strip("0123456789.e-")
+        }
+        | {"num_layers": 1, "use_cpu_initialization": True},
         "ranks": config.layout.world,
         "module": name.partition(".experts.")[0],
         "tokens": config.shape.sequence,
@@ -36,17 +45,3 @@ def text(config: RunConfig, settings: Sequence[str], first: str | None) -> str |
     return template.replace(_SETTINGS, json.dumps(described)).replace(
         "RANKS SCRIPT", f"{config.layout.world} THIS_FILE"
     )
-
-
-def _fields(config: RunConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig that JSON has."""
-    from megatron.core.transformer import TransformerConfig
-
-    names = {field.name for field in dataclasses.fields(TransformerConfig)} - {*_DROPPED}
-    return {
-        name: value
-        for name, value in config.model.items()
-        if name in names
-        and isinstance(value, bool | int | float | str)
-        and "." not in str(value).strip("0123456789.e-")
-    }

@@ -118,7 +118,16 @@ def check(run: Path, step: int, module: str) -> CheckResult:
         stated = " or ".join(mode.named(lambda candidate: candidate.any_machine))
         raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} specifies them")
     names = names_of(module)
-    dumped = _dumped(run, step, names)
+    wanted = [(step - 1, names.weight), *((step, name) for name in (*names.operands, *names.results))]
+    there = {number: dumps.read_step(run, number) for number in (step - 1, step) if number in dumps.steps(run)}
+    missing = [name for number, name in wanted if number not in there or name not in there[number].parts]
+    if missing:
+        every = ",".join(name for _, name in wanted)
+        raise LedgerError(
+            f"{run} did not dump {', '.join(missing)}; train it with "
+            f"ledger.trace={step - 1}:{step} 'ledger.dump=[{every}]'"
+        )
+    dumped = {name: there[number].read(name) for number, name in wanted}
     results = _computed(dumped, names, kind, segments, numerics, _operands(config, module))
     tensors = (
         Checked(name, dumps.distance(dumped[name], _as_dumped(result, dumped[name])))
@@ -146,20 +155,6 @@ def require_linear(module: str, step: int) -> tuple[str, int]:
             return kind
     covered = ", ".join(f"decoder.layers.N.{ending}" for ending in LINEAR)
     raise RunError(f"--module {module} is not covered; these are: {covered}")
-
-
-def _dumped(run: Path, step: int, names: Names) -> dict[str, Dumped]:
-    """Return the tensors, by name. LedgerError: one was not dumped; the message has the overrides that dump all."""
-    wanted = [(step - 1, names.weight), *((step, name) for name in (*names.operands, *names.results))]
-    there = {number: dumps.read_step(run, number) for number in (step - 1, step) if number in dumps.steps(run)}
-    missing = [name for number, name in wanted if number not in there or name not in there[number].parts]
-    if missing:
-        every = ",".join(name for _, name in wanted)
-        raise LedgerError(
-            f"{run} did not dump {', '.join(missing)}; train it with "
-            f"ledger.trace={step - 1}:{step} 'ledger.dump=[{every}]'"
-        )
-    return {name: there[number].read(name) for number, name in wanted}
 
 
 def _computed(

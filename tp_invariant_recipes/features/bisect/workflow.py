@@ -82,7 +82,17 @@ def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> B
     if first is None or first.step == 0 or first.phase in ("data", "evaluation"):  # no step shows these
         return NothingToTrain(comparison)
     where = RunDir(choose_for_several(directory, "bisect"))
-    remarks = (*_other_versions(comparison), *_other_layouts(ledgers))
+    lines = []
+    now = versions()
+    now.pop("git_commit", None)  # most commits do not change computations
+    for ledger in (comparison.a, comparison.b):
+        then = ledger.header.versions
+        other = [
+            f"{name} {then[name]} then and {now[name]} now" for name in now if name in then and then[name] != now[name]
+        ]
+        if other:
+            lines.append(f"{run_name(ledger)} was recorded with other versions: {', '.join(other)}")
+    remarks = (*lines, *_other_layouts(ledgers))
     return Bisection(comparison, where, first.step, remarks, referee)
 
 
@@ -304,21 +314,6 @@ def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
 def _can_be_trained(ledger: Ledger) -> bool:
     where = ledger.run_directory
     return where is not None and RunDir(where).run.is_file() and RunDir(where).config.is_file()
-
-
-def _other_versions(comparison: Comparison) -> list[str]:
-    """Run recorded with other versions than those installed, which may compute other bits."""
-    lines = []
-    now = versions()
-    now.pop("git_commit", None)  # most commits do not change computations
-    for ledger in (comparison.a, comparison.b):
-        then = ledger.header.versions
-        other = [
-            f"{name} {then[name]} then and {now[name]} now" for name in now if name in then and then[name] != now[name]
-        ]
-        if other:
-            lines.append(f"{run_name(ledger)} was recorded with other versions: {', '.join(other)}")
-    return lines
 
 
 def _other_layouts(ledgers: Sequence[Ledger]) -> list[str]:

@@ -93,7 +93,14 @@ class Shadow:
         count = kwargs["num_microbatches"] // max(1, self.shards // group.size())
         if self.site.visits:  # the shards take turns: buffers have one's gradient alone after its first sequence
             count = 1
-        own_batches, kwargs = _taken(kwargs, count)
+        data = kwargs["data_iterator"]
+        iterators = data if isinstance(data, list) else [data]
+        taken = [None if iterator is None else [next(iterator) for _ in range(count)] for iterator in iterators]
+        whole = [
+            None if batches is None else _ahead(batches, iterator)
+            for batches, iterator in zip(taken, iterators, strict=True)
+        ]
+        own_batches, kwargs = taken, {**kwargs, "data_iterator": whole if isinstance(data, list) else whole[0]}
         shadow_batches = _exchanged(own_batches, group, self.rank_distance)
         there = replace(self.site, dp_rank=(group.rank() + self.rank_distance) % group.size())
         held = [buffer.clone() for buffer in _buffers(kwargs["model"])]
@@ -171,18 +178,6 @@ def _joined(own: list[Any], shadow: list[Any]) -> list[Any]:
         batches and [join(*pair) for pair in zip(batches, more, strict=True)]
         for batches, more in zip(own, shadow, strict=True)
     ]
-
-
-def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Return the first micro-batches of each chunk's iterator, and arguments whose iterators still have them."""
-    data = kwargs["data_iterator"]
-    iterators = data if isinstance(data, list) else [data]
-    taken = [None if iterator is None else [next(iterator) for _ in range(count)] for iterator in iterators]
-    whole = [
-        None if batches is None else _ahead(batches, iterator)
-        for batches, iterator in zip(taken, iterators, strict=True)
-    ]
-    return taken, {**kwargs, "data_iterator": whole if isinstance(data, list) else whole[0]}
 
 
 def _ahead(taken: list[Any], rest: Any) -> Iterator[Any]:

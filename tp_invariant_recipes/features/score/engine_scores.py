@@ -65,17 +65,6 @@ def parse(row: Mapping[str, Any], number: int) -> Rollout:
         tokens, logprobs = spans(row)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"a field is not as its program writes it: {error!r}") from error
-    _check(tokens, logprobs)
-    name = row.get("id", row.get("request_id"))
-    values = [None if x is None else float(max(x, LEAST)) for x in logprobs]
-    digests = row.get("digests") or ()
-    if digests and not (isinstance(digests, list) and len(digests) == len(tokens)):
-        raise ValueError(f"digests are no list of {len(tokens)}, one a token")
-    return Rollout(None if name is None else check_id(name), number, tokens, values, digests)
-
-
-def _check(tokens: list[Any], logprobs: list[Any]) -> None:
-    """Raise ValueError for what are no tokens with log-probabilities."""
     if len(tokens) != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
     if not tokens:
@@ -84,6 +73,12 @@ def _check(tokens: list[Any], logprobs: list[Any]) -> None:
         raise ValueError(f"{wrong[0]!r:.40} is not the id of a token")
     if odd := [x for x in logprobs if x is not None and (type(x) not in (int, float) or not x <= -LEAST)]:
         raise ValueError(f"{odd[0]!r:.40} is not a log-probability")
+    name = row.get("id", row.get("request_id"))
+    values = [None if x is None else float(max(x, LEAST)) for x in logprobs]
+    digests = row.get("digests") or ()
+    if digests and not (isinstance(digests, list) and len(digests) == len(tokens)):
+        raise ValueError(f"digests are no list of {len(tokens)}, one a token")
+    return Rollout(None if name is None else check_id(name), number, tokens, values, digests)
 
 
 def _has(row: Mapping[str, Any], key: str) -> bool:

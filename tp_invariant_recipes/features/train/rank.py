@@ -21,12 +21,6 @@ def train(
     """
     config, run = run_dir.read_run_config(), run_dir.read_run(RunFile)
     bridge.load()
-    composed = [*callbacks, *_callbacks(run_dir, rank_info, run, config)]
-    with rank.closing(composed), experiments.continued(config, run_dir):
-        rank.pretrain(config, composed, forward_step)
-
-
-def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: RunConfig) -> list:
     from tp_invariant_recipes.config.identity import experts_separate, optimizer_state
     from tp_invariant_recipes.training.callbacks import IndexRecorder, ManifestWriter
 
@@ -38,7 +32,9 @@ def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: 
     last = rank_info.rank == rank_info.world_size - 1
     verdict = [experiments.Verdict(run_dir, config)] if last else []
     recorded = recording(run_dir, rank_info, run, config.ledger)
-    return [*recorded, *guarding(run_dir, rank_info, config), *manifest, *verdict]
+    composed = [*callbacks, *[*recorded, *guarding(run_dir, rank_info, config), *manifest, *verdict]]
+    with rank.closing(composed), experiments.continued(config, run_dir):
+        rank.pretrain(config, composed, forward_step)
 
 
 def guarding(run_dir: RunDir, rank_info: rank.RankInfo, config: RunConfig) -> list:

@@ -313,7 +313,16 @@ def _verdict(
     reference: CellResult,
 ) -> tuple[str, str]:
     if faulty or not compared:
-        return INCOMPLETE, _incomplete(faulty, compared, different, reference)
+        states = {state: [row.label for row in faulty if row.state == state] for state in (FAILED, STOPPED, NOT_RUN)}
+        parts = [f"{', '.join(labels)} {_WAS[state]}" for state, labels in states.items() if labels]
+        if different is not None:
+            parts.append(_different(different, reference))
+        elif any(row.state == Verdict.NOT_COMPARABLE.value for row in compared):
+            parts.append(_not_comparable(compared, reference))
+        elif compared:
+            others = ", ".join(row.label for row in (reference, *compared))
+            parts.append(f"{others} are bitwise identical over {_extent(compared)}")
+        return INCOMPLETE, (f"{INCOMPLETE}: {'; '.join(parts)}")
     if any(row.state == Verdict.NOT_COMPARABLE.value for row in compared):
         return Verdict.NOT_COMPARABLE.value, _not_comparable(compared, reference)
     if different is not None:
@@ -354,21 +363,6 @@ def _not_comparable(compared: list[CellResult], reference: CellResult) -> str:
     return f"{verdict_line(row.comparison)} ({reference.label} and {row.label})"
 
 
-def _incomplete(
-    faulty: list[CellResult], compared: list[CellResult], different: CellResult | None, reference: CellResult
-) -> str:
-    states = {state: [row.label for row in faulty if row.state == state] for state in (FAILED, STOPPED, NOT_RUN)}
-    parts = [f"{', '.join(labels)} {_WAS[state]}" for state, labels in states.items() if labels]
-    if different is not None:
-        parts.append(_different(different, reference))
-    elif any(row.state == Verdict.NOT_COMPARABLE.value for row in compared):
-        parts.append(_not_comparable(compared, reference))
-    elif compared:
-        others = ", ".join(row.label for row in (reference, *compared))
-        parts.append(f"{others} are bitwise identical over {_extent(compared)}")
-    return f"{INCOMPLETE}: {'; '.join(parts)}"
-
-
 _WAS = {FAILED: "failed", STOPPED: "was stopped", NOT_RUN: "did not run"}
 
 
@@ -380,11 +374,7 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
         for row in rows
         if row.state == STOPPED and row.ledger is not None
     ]
-    return (*why, *stopped, *_comparison_remarks([row.comparison for row in compared if row.comparison]))
-
-
-def _comparison_remarks(comparisons: list[Comparison]) -> list[str]:
-    # The verdict and its advice report differences once for all rows.
+    comparisons = [row.comparison for row in compared if row.comparison]
     different = [comparison for comparison in comparisons if comparison.first]
     sentences = [sentence for comparison in comparisons if not comparison.first for sentence in remarks(comparison)]
     sentences = [*dict.fromkeys(sentences)]
@@ -392,7 +382,7 @@ def _comparison_remarks(comparisons: list[Comparison]) -> list[str]:
     sentences += dict.fromkeys(sentence for comparison in different for sentence in stock_remark(comparison))
     if any(comparison.initial for comparison in different):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
-    return sentences
+    return (*why, *stopped, *sentences)
 
 
 def _next_command(reference: CellResult, different: CellResult) -> str:

@@ -149,7 +149,13 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
     Raises ConfigError for a class in none of the tables, since it may sum across ranks.
     """
     if isinstance(part, type):
-        return _invariant_class(part, field, own, fp8=fp8)
+        table = {**(HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES), **own}
+        if part.__name__ in table:
+            substitute = resolve_own(table[part.__name__])
+            return _in_fp8(substitute) if fp8 and part.__name__ in FP8 else substitute
+        if part.__name__ in AS_THEY_ARE:
+            return part
+        raise ConfigError(f"{field or 'model'}: {part.__name__} has no invariant version; use numerics=stock")
     if isinstance(part, partial):
         built = invariant(part.func, field, own, fp8=fp8)
         return partial(built, *part.args, **{k: invariant(v, k, own, fp8=fp8) for k, v in part.keywords.items()})
@@ -159,16 +165,6 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
         names = [f.name for f in fields(part) if f.init]
         return replace(part, **{name: invariant(getattr(part, name), name, own, fp8=fp8) for name in names})
     return part
-
-
-def _invariant_class(layer: type, field: str, own: Mapping[str, str], *, fp8: bool) -> Any:
-    table = {**(HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES), **own}
-    if layer.__name__ in table:
-        substitute = resolve_own(table[layer.__name__])
-        return _in_fp8(substitute) if fp8 and layer.__name__ in FP8 else substitute
-    if layer.__name__ in AS_THEY_ARE:
-        return layer
-    raise ConfigError(f"{field or 'model'}: {layer.__name__} has no invariant version; use numerics=stock")
 
 
 @cache

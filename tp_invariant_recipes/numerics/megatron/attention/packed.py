@@ -84,7 +84,15 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
         received = received.split([size * len(received) // sum(sizes) for size in sizes])
     outputs: list[Tensor | None] = [None] * len(sizes)
     idle: list[Tensor] = []
-    for now in _passes(model.config, sequences):
+    lengths = {number: length for number, (length, counts) in enumerate(sequences) if counts}
+    row, tokens, by_token = next(_rows), sum(lengths.values()), model.config.calculate_per_token_loss
+    shares = {number: length / tokens for number, length in lengths.items()}
+    real = [
+        SequencePass(row, number, False, 1.0 if by_token else share, share if by_token else 1.0)
+        for number, share in shares.items()
+    ]
+    shortest = min(lengths, key=lengths.__getitem__)
+    for now in [SequencePass(row, shortest, idle=True)] * (_most(model.config, len(real)) - len(real)) + real[::-1]:
         if received is not None:
             part = received[now.number]
             model.decoder.set_input_tensor(part.detach().requires_grad_() if now.idle else part)
@@ -120,19 +128,6 @@ def _uncounted(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a pass in which no token counts. In the model only multi-token prediction reads the mask."""
     labels = given.get("labels")
     return given if labels is None else given | {"loss_mask": torch.zeros_like(labels)}
-
-
-def _passes(config: Any, sequences: Sequences) -> list[SequencePass]:
-    """Return the forward passes over a row, in order: idle ones, then from the last sequence to the first."""
-    lengths = {number: length for number, (length, counts) in enumerate(sequences) if counts}
-    row, tokens, by_token = next(_rows), sum(lengths.values()), config.calculate_per_token_loss
-    shares = {number: length / tokens for number, length in lengths.items()}
-    real = [
-        SequencePass(row, number, False, 1.0 if by_token else share, share if by_token else 1.0)
-        for number, share in shares.items()
-    ]
-    shortest = min(lengths, key=lengths.__getitem__)
-    return [SequencePass(row, shortest, idle=True)] * (_most(config, len(real)) - len(real)) + real[::-1]
 
 
 def _most(config: Any, own: int) -> int:
