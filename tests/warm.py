@@ -28,14 +28,14 @@ def warm() -> None:
     """After Bridge's import."""
     from tp_invariant_recipes.ledger import stream
     from tp_invariant_recipes.ledger.record import Header
-    from tp_invariant_recipes.ledger.run_files import Attempted, ProgressLine, RunFile
+    from tp_invariant_recipes.ledger.run_files import ProgressLine, Restarted, RunFile
     from tp_invariant_recipes.numerics.megatron import init
     from tp_invariant_recipes.reading import _adapter
     from tp_invariant_recipes.runs.lock import Holder
     from tp_invariant_recipes.runs.run_dir import IndexManifest
 
     init.rule_of("")  # compiles the patterns of all rules
-    for kind in (Attempted, Header, Holder, IndexManifest, ProgressLine, RunFile, stream._Step):
+    for kind in (Restarted, Header, Holder, IndexManifest, ProgressLine, RunFile, stream._Step):
         _adapter(kind)
     logging.Logger.isEnabledFor = _enabled_for
     logging.Manager._clear_cache = lambda self: None

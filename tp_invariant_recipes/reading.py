@@ -28,7 +28,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TypeVar, overload
 
-from tp_invariant_recipes.text import few
+from tp_invariant_recipes.text import abbreviated
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -230,7 +230,7 @@ def checked(kind: Any, value: Any) -> Any:
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
         named = [_words(_place(problem["loc"]), problem["type"], problem["msg"]) for problem in problems]
-        raise ValueError(few(named, _PROBLEMS, "; ")) from None
+        raise ValueError(abbreviated(named, _PROBLEMS, "; ")) from None
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def record(
     from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
     from tp_invariant_recipes.observe.shards import unwrapped
     from tp_invariant_recipes.observe.trace import site_here
-    from tp_invariant_recipes.runs.matrix_dir import AuditedRun
+    from tp_invariant_recipes.runs.sweep_dir import AuditedRun
 
     chunks = list(model) if isinstance(model, Sequence) else [model]
     site = site_here(unwrapped(chunks[0]).config, sequence=sequence, batch=batch, samples=micro_batch, sampler=loader)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.cli.test_wrong_commands import CONTROL, MESSAGE
 from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
-from tp_invariant_recipes.config import identity
+from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.launch import plan, ranks, record
 from tp_invariant_recipes.launch import train as launch
@@ -120,7 +120,7 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.mkdir(parents=True)
         for name in ("__0_0.distcp", ".metadata", "metadata.json", "train_state.pt", "run_config.yaml"):
             (folder / name).write_bytes(f"{name} at {step}".encode() * 20)
-        state = identity.optimizer_state(planned.config)
+        state = fingerprint.optimizer_state(planned.config)
         checkpoints.write_manifest(folder, step, planned.identity_hash, planned.layout.as_dict(), state)
     return path
 

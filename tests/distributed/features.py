@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tests.distributed.layouts.rows import EXPERTS, HYBRID, LATENT
 from tests.distributed.small_models import small
-from tp_invariant_recipes.features.audit import cells
+from tp_invariant_recipes.features.audit import configurations
 
 BASE = "seq=128 gbs=2 iters=1 scheduler.lr_decay_iters=4"
 MODEL = "MODEL="
@@ -108,4 +108,4 @@ class Pair:
 
 def pairs() -> Iterator[Pair]:
     """All of them."""
-    yield from (Pair(*settings) for settings in cells.pairs([*AXES.values()]))
+    yield from (Pair(*settings) for settings in configurations.pairs([*AXES.values()]))

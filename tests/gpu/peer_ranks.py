@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.sums import peer_memory
+from tp_invariant_recipes.numerics.sums import symmetric_memory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import (
     Reducing,
@@ -137,7 +137,7 @@ def after_another_training():
     expected = by_nccl(x, torch.bfloat16)
     for _ in range(3):
         assert same_bits(through_memory(x, torch.bfloat16), expected)
-        peer_memory.forget()
+        symmetric_memory.forget()
     return True
 
 
@@ -147,7 +147,7 @@ def with_barriers(*barriers):
     The control: without the first, peers overwrite what a late one reads; without the second, they read too early.
     """
     late = False
-    begin, complete = peer_memory.Buffer.begin, peer_memory.Buffer.complete
+    begin, complete = symmetric_memory.Buffer.begin, symmetric_memory.Buffer.complete
 
     class Handle:
         def __init__(self, handle):
@@ -168,7 +168,7 @@ def with_barriers(*barriers):
     xs = [partials(number) for number in range(4)]
     expected = [by_nccl(x, torch.float32) for x in xs]
     through_memory(xs[0], torch.float32)  # the buffer is there
-    peer_memory.Buffer.begin, peer_memory.Buffer.complete = slow_begin, slow_complete
+    symmetric_memory.Buffer.begin, symmetric_memory.Buffer.complete = slow_begin, slow_complete
     same = True
     for turn in range(dist.get_world_size()):
         late = turn == dist.get_rank()
@@ -190,7 +190,7 @@ def main():
     """Run a case."""
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
-    peer_memory.choose("always")
+    symmetric_memory.choose("always")
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     result = CASES[sys.argv[1]]()
     results = [None] * dist.get_world_size()

@@ -20,7 +20,7 @@ from tp_invariant_recipes.machine.progress import busy
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.run import Run
 from tp_invariant_recipes.start import needed
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.comparison.result import CompareResult
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.features.audit.resume_result import ResumeResult
     from tp_invariant_recipes.features.bisect.result import BisectResult, NothingToTrain
     from tp_invariant_recipes.features.score.workflow import ScoreResult
-    from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
+    from tp_invariant_recipes.features.verify.verdict import SweepVerdict
     from tp_invariant_recipes.features.verify.workflow import Verification
     from tp_invariant_recipes.launch.plan import Plan
     from tp_invariant_recipes.launch.record import RunRequest
@@ -99,11 +99,11 @@ def train_here(request: "RunRequest", console: Console) -> Run:
 def validate(planned: "Plan", console: Console) -> None:
     """Let Megatron-Bridge validate a run that is not completed. Raises ConfigError."""
     from tp_invariant_recipes.launch import train as workflow
-    from tp_invariant_recipes.sizing import room
+    from tp_invariant_recipes.sizing import available_memory
 
     if planned.completed:
         return
-    if tight := room.warning(planned.config, here=planned.here):
+    if tight := available_memory.warning(planned.config, here=planned.here):
         terminal.print_line(console, f"warning: {tight}", "yellow")
     with busy(console, "importing Megatron-Bridge and checking the configuration"):
         remark = workflow.check(planned)
@@ -153,7 +153,7 @@ def verify(
     last_failed: bool = False,
     recheck: PathLike | None = None,
     **keys: object,
-) -> "MatrixVerdict":
+) -> "SweepVerdict":
     """Train a model in several layouts, and compare their bits. The same as `tpi verify`.
 
     Args:
@@ -185,7 +185,7 @@ def verify(
             )
         needed.check("tpi verify --last-failed", needed.TRAINING)
         from tp_invariant_recipes.features.verify import workflow
-        from tp_invariant_recipes.runs.matrix_dir import latest
+        from tp_invariant_recipes.runs.sweep_dir import latest
 
         rerun = partial(workflow.plan_rerun, where or latest(Path("runs")), against=reference)
         return _verified(rerun, exitfirst=exitfirst)
@@ -208,14 +208,14 @@ def verify(
     return _verified(plan, exitfirst=exitfirst)
 
 
-def _verified(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst: bool) -> "MatrixVerdict":
+def _verified(plan: "Callable[..., Verification | SweepVerdict]", *, exitfirst: bool) -> "SweepVerdict":
     """Plan and check the runs, name those left out, train and judge them. Raises a TpiError.
 
     plan: takes `how`. It returns the verdict instead where all runs of an earlier verify have passed.
     """
     from tp_invariant_recipes.features.verify import workflow
     from tp_invariant_recipes.launch.progress import headed, preparing
-    from tp_invariant_recipes.sizing import room
+    from tp_invariant_recipes.sizing import available_memory
 
     console = terminal.console_of_its_own()
     with preparing(console) as how:
@@ -228,16 +228,16 @@ def _verified(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst:
     for combination in planned.matrix.omitted:
         terminal.print_line(console, f"left out: {combination.label}: {combination.why}")
     for cell in planned.cells:
-        if tight := room.warning(planned.plans[cell.name].config, here=True):
+        if tight := available_memory.warning(planned.plans[cell.name].config, here=True):
             terminal.print_line(console, f"warning: {cell.label}: {tight}", "yellow")
     runs = len(planned.plans)
-    terminal.print_line(console, f"{counted(runs, 'run')} in {planned.directory.path}")
+    terminal.print_line(console, f"{plural(runs, 'run')} in {planned.directory.path}")
     labels = [cell.label for cell in planned.cells]
 
     def heading(label: str, run: "Plan") -> Text:
-        ranks = counted(run.layout.world, f"{run.device} rank")
+        ranks = plural(run.layout.world, f"{run.device} rank")
         number = f"{labels.index(label) + 1} of {len(labels)}"
-        return Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {counted(run.steps, 'step')}")
+        return Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {plural(run.steps, 'step')}")
 
     return workflow.execute(planned, headed(console, heading), exitfirst=exitfirst)
 
@@ -414,6 +414,6 @@ def audit(
         check(planned)
     terminal.print_line(console, planned.announcement)
     watch = headed(
-        console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps - run.start, 'step')}")
+        console, lambda name, run: Text(name, style="bold") + Text(f", {plural(run.steps - run.start, 'step')}")
     )
     return execute(planned, watch)

@@ -109,8 +109,8 @@ def _all(
     as_json: bool,
 ) -> None:
     """Run a campaign, print every verdict as it comes, and end with the status."""
-    from tp_invariant_recipes.features.audit import campaign, cells
-    from tp_invariant_recipes.features.audit.result import Trial, coloured
+    from tp_invariant_recipes.features.audit import campaign, configurations
+    from tp_invariant_recipes.features.audit.result import AuditRun, coloured
     from tp_invariant_recipes.machine.progress import busy, estimate
 
     if (model is None) == (resume is None):
@@ -126,9 +126,9 @@ def _all(
 
     first: list[tuple[float, int]] = []
 
-    def show(trial: Trial, done: int, total: int) -> None:
+    def show(trial: AuditRun, done: int, total: int) -> None:
         first.append((time.monotonic() - trial.seconds, done))  # the first counts
-        settings = " ".join(map(cells.label, trial.settings))
+        settings = " ".join(map(configurations.label, trial.settings))
         count = f"{done} of {total} pairs{estimate(*first[0], done, total)}"
         line = coloured(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {settings}", trial.verdict) + Text(f"  {count}")
         terminal.print_line(console, line if trial.sound else line + Text(f"\n    {trial.text}"))

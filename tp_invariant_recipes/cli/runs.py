@@ -12,7 +12,7 @@ from tp_invariant_recipes.cli import output
 from tp_invariant_recipes.cli.arguments import Json, argument, flag, option
 from tp_invariant_recipes.cli.output import Line
 from tp_invariant_recipes.machine import terminal
-from tp_invariant_recipes.text import counted, single_line
+from tp_invariant_recipes.text import plural, single_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -255,7 +255,7 @@ def runs(
     else:
         terminal.print_text(f"no run below {single_line(str(where))}")
     if hidden:
-        to_person.print(f"hidden: {counted(hidden, 'run')} of {', '.join(overview.MAKERS)}; tpi runs --all lists them")
+        to_person.print(f"hidden: {plural(hidden, 'run')} of {', '.join(overview.MAKERS)}; tpi runs --all lists them")
 
 
 def _line(row: "RunRow", names: dict[str, str]) -> Line:

@@ -264,11 +264,11 @@ def _differences(a: Sections, b: Sections) -> list[dict[str, Any]]:
 
     comparable: whether runs that differ there are comparable.
     """
-    from tp_invariant_recipes.config.identity import flat, identity
+    from tp_invariant_recipes.config.fingerprint import fingerprint, flat
     from tp_invariant_recipes.settings.run_config import RunConfig
 
     flats = flat(a), flat(b)
-    identities = identity(RunConfig(a), None), identity(RunConfig(b), None)
+    identities = fingerprint(RunConfig(a), None), fingerprint(RunConfig(b), None)
     decisive = {key for key in (*identities[0], *identities[1]) if identities[0].get(key) != identities[1].get(key)}
     changed = []
     for key in dict.fromkeys((*flats[0], *flats[1])):
@@ -281,7 +281,7 @@ def _differences(a: Sections, b: Sections) -> list[dict[str, Any]]:
 
 def _brief(config: Any, rank: int) -> str:
     """Return the short keys and groups of a run, and its memory."""
-    from tp_invariant_recipes.config.identity import flat
+    from tp_invariant_recipes.config.fingerprint import flat
     from tp_invariant_recipes.config.overrides import DECIDED_BY
     from tp_invariant_recipes.settings.keys import SHORT_KEYS
     from tp_invariant_recipes.settings.values import value_text
@@ -301,7 +301,7 @@ def _print(sections: Sections, *, as_json: bool, everything: bool) -> None:
     from tp_invariant_recipes.config import describe
     from tp_invariant_recipes.settings.run_config import RunConfig
     from tp_invariant_recipes.sizing import memory
-    from tp_invariant_recipes.sizing.room import as_dict, table
+    from tp_invariant_recipes.sizing.available_memory import as_dict, table
 
     with _config_errors():
         config = RunConfig(sections)

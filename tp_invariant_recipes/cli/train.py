@@ -24,7 +24,7 @@ from tp_invariant_recipes.cli.output import finish
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.start import needed
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +75,7 @@ def prepare(
         left_out = {"left_out": [*corpus.left]}
         terminal.print_json({"prefix": str(prefix), "tokenizer": tokenizer} | made.as_json() | left_out)
         return
-    terminal.print_text(f"{prefix}: {counted(made.documents, 'document')}, {counted(made.tokens, 'token')}")
+    terminal.print_text(f"{prefix}: {plural(made.documents, 'document')}, {plural(made.tokens, 'token')}")
     terminal.print_text(f"digest {made.digest}")
     named = "" if tokenizer == "byte" else f" data.tokenizer={tokenizer}"
     terminal.print_text(f"train on it: tpi train MODEL data=text data.path={prefix}{named}")

@@ -11,7 +11,7 @@ from tp_invariant_recipes.ledger.digests import in_order
 from tp_invariant_recipes.ledger.run_files import Span, spans, spans_in_words
 from tp_invariant_recipes.ledger.schema import CAPABILITY, COPIES, Header, StepRecord
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.text import few
+from tp_invariant_recipes.text import abbreviated
 
 _NAMED = 5  # tensors in one message
 _KINDS = ("masters", "weights", "moments")
@@ -30,7 +30,7 @@ def problem(line: StepRecord, loaded: StepRecord) -> str | None:
     if not wrong:
         return None
     return (
-        f"the state loaded for step {line.step} is not the one that the ledger has of it: {few(wrong, _NAMED)}"
+        f"the state loaded for step {line.step} is not the one that the ledger has of it: {abbreviated(wrong, _NAMED)}"
         " differ. Training has not gone on, and the ledger is unchanged. Resume from another checkpoint with "
         "checkpoint.ckpt_step=STEP, or begin anew in another run.dir"
     )

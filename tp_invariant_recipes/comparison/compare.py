@@ -19,7 +19,7 @@ from tp_invariant_recipes.ledger.schema import (
     DIGESTED,
     Header,
     HeaderDifference,
-    identity_differences,
+    fingerprint_differences,
     informative_differences,
 )
 from tp_invariant_recipes.ledger.stream import abreast
@@ -136,7 +136,7 @@ def compare_all(
     a: Ledger, others: Sequence[Ledger], *, repetition: bool = False, progress: Progress | None = None
 ) -> tuple[Comparison, ...]:
     """As `compare`, in one pass over all `others`. progress: told (steps read, steps of the longest) now and then."""
-    refused = [identity_differences(a.header, b.header) for b in others]
+    refused = [fingerprint_differences(a.header, b.header) for b in others]
     tallies = [
         Tally(
             in_order({p.name for ledger in (a, b) for p in ledger.header.parameters}),

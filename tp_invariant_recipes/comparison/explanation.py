@@ -20,7 +20,7 @@ from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EVALUATED, StepRecord
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 _NORMS = (saved_names.ATTENTION, saved_names.DENSE, saved_names.LATENT_ATTENTION, saved_names.DELTA_NET)
 # A module's name -> the different name of its parameters in checkpoints: norms, and a tied output layer, which has the
@@ -200,7 +200,7 @@ def _gradient(scene: Scene) -> InputsMatch:
             return True, f"{start}, the inputs of {module} and the gradient that arrives at it matched"
     count = sum(map(len, matched.values()))
     if count:
-        return None, f"{start}, all {counted(count, 'tensor')} of the trace matched"
+        return None, f"{start}, all {plural(count, 'tensor')} of the trace matched"
     return None, f"{start}, loss matched"
 
 

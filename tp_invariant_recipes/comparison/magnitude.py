@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.comparison.compare import Comparison
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.ledger.dumps import Distance
@@ -40,7 +40,7 @@ def magnitude_line(comparison: Comparison) -> str | None:
         return f"the dumps do not show how far apart: {error}"
     if distance is None:
         return None
-    parts = [f"{distance.differing} of {counted(distance.total, 'element')} differ"]
+    parts = [f"{distance.differing} of {plural(distance.total, 'element')} differ"]
     if distance.max_ulp is not None:
         parts.append(f"by at most {distance.max_ulp} ULP and {distance.max_difference:.3g}")
     if distance.nans:

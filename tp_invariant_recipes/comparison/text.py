@@ -14,7 +14,7 @@ from tp_invariant_recipes.ledger.reader import same_file
 from tp_invariant_recipes.ledger.run_files import changes, spans_in_words
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
 from tp_invariant_recipes.numerics.mode import MEGATRONS, STOCK
-from tp_invariant_recipes.text import counted, few
+from tp_invariant_recipes.text import abbreviated, plural
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields
@@ -54,11 +54,11 @@ def compared_values(comparison: Comparison) -> str:
     for kind in DIGESTED:
         count = len({parameter_of(kind, name) for name in comparison.tensors[kind]})
         if count:
-            kinds.setdefault(f"{counted(count, 'parameter')}{_at(comparison, kind)}", []).append(LABELS[kind])
+            kinds.setdefault(f"{plural(count, 'parameter')}{_at(comparison, kind)}", []).append(LABELS[kind])
     items += [f"{_series(labels)} of {count}" for count, labels in kinds.items()]
     items += [f"{LABELS[data]}{_at(comparison, data)}" for data in EVALUATED if comparison.coverage[data].both]
     if comparison.trace.compared:
-        items.append(f"{counted(comparison.trace.compared, 'tensor')} of the trace{_at(comparison, 'trace')}")
+        items.append(f"{plural(comparison.trace.compared, 'tensor')} of the trace{_at(comparison, 'trace')}")
     return _series(items)
 
 
@@ -149,11 +149,11 @@ def _untraced(comparison: Comparison) -> list[str]:
         sentences.append(f"Traces are compared at {_both(comparison, coverage)}.")
     for count, has, lacks in ((trace.only_a, comparison.a, comparison.b), (trace.only_b, comparison.b, comparison.a)):
         if count:
-            tensors = f"{counted(count, 'traced tensor')} of {run_name(has)}"
+            tensors = f"{plural(count, 'traced tensor')} of {run_name(has)}"
             verb = "is" if count == 1 else "are"
             sentences.append(f"{tensors} {verb} not in the trace of {run_name(lacks)}: not compared.")
     if trace.undigested:
-        tensors = counted(trace.undigested, "traced tensor")
+        tensors = plural(trace.undigested, "traced tensor")
         sentences.append(f"Not compared: {tensors} without a digest that two layouts share.")
     return sentences
 
@@ -173,7 +173,7 @@ def _both(comparison: Comparison, coverage: Coverage) -> str:
         for ledger, count in ((comparison.a, coverage.only_a), (comparison.b, coverage.only_b))
         if count
     ]
-    return "; ".join([f"{coverage.both} of {counted(comparison.steps_compared, 'step')}", *alone])
+    return "; ".join([f"{coverage.both} of {plural(comparison.steps_compared, 'step')}", *alone])
 
 
 def _later_replicas(comparison: Comparison) -> list[str]:
@@ -248,7 +248,7 @@ def header_rows(comparison: Comparison) -> tuple[tuple[str, str, str], ...]:
 
 def _identical(comparison: Comparison) -> str:
     compared, total = comparison.steps_compared, comparison.steps_total
-    steps = counted(compared, "step") if compared == total else f"{compared} of {counted(total, 'step')}"
+    steps = plural(compared, "step") if compared == total else f"{compared} of {plural(total, 'step')}"
     skipped = f"; {comparison.steps_skipped} of them skipped by both" if comparison.steps_skipped else ""
     return f": {steps}, {compared_values(comparison)} equal bit for bit{skipped}{_ending(comparison)}"
 
@@ -263,7 +263,7 @@ def _different(comparison: Comparison) -> str:
     if first.kind == INITIAL and len(comparison.initial) > 1:
         parts[0] += f", and of {len(comparison.initial) - 1} more parameters"
     parts.append(
-        f"{comparison.steps_differing} of {counted(comparison.steps_compared, 'step')} differ{_ending(comparison)}"
+        f"{comparison.steps_differing} of {plural(comparison.steps_compared, 'step')} differ{_ending(comparison)}"
     )
     return "; ".join(parts)
 
@@ -275,7 +275,7 @@ def _not_comparable(comparison: Comparison) -> str:
     if not rows:
         empty = " and ".join(run_name(run) for run in (comparison.a, comparison.b) if not run.steps)
         return f": no common step, none recorded in {empty}"
-    text = ": " + few([f"{name} is {a} and {b}" for name, a, b in rows], _FIELDS_IN_LINE)
+    text = ": " + abbreviated([f"{name} is {a} and {b}" for name, a, b in rows], _FIELDS_IN_LINE)
     numbers = [(name, max(int(a), int(b))) for name, a, b in rows if name in SHARDS and a.isdigit() and b.isdigit()]
     return text + "".join(f"; train both with {name}={most}" for name, most in numbers)
 
@@ -306,7 +306,7 @@ def _at(comparison: Comparison, name: str) -> str:
     if name in (*_OF_STATE, *EVALUATED) and both <= LISTED:
         steps = [str(step) for step in comparison.listed[name]]
         return f" (at step{'s' if len(steps) > 1 else ''} {_series(steps)})"
-    return f" (at {both} of {counted(compared, 'step')})"
+    return f" (at {both} of {plural(compared, 'step')})"
 
 
 def _series(items: Sequence[str]) -> str:

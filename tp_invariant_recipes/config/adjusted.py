@@ -255,7 +255,7 @@ ROWS: tuple[Adjustment, ...] = (
     _row(False, "the layer itself has added its bias", "model.bias_activation_fusion", lambda t, was: _fuses_bias(t)),
     _row("alltoall", _DISPATCH, "model.moe_token_dispatcher_type", lambda t, was: was == "flex"),
     _row(False, "it changes the sums' order", "model.apply_rope_fusion",
-         lambda t, was: was and model_rules.is_latent(t)),
+         lambda t, was: was and model_rules.is_mla(t)),
     _row(True, "the other path has no invariant version", "model.use_mamba_mem_eff_path", lambda t, was: was is False),
     _row("auto", "it has no invariant version", "model.attention_backend",
          lambda t, was: was not in (None, "auto", "fused", "unfused", "local")),
@@ -266,7 +266,7 @@ ROWS: tuple[Adjustment, ...] = (
     _row("a2a", "only the exchange of heads keeps attention whole", "model.cp_comm_type",
          lambda t, was: was not in (None, "a2a")),
     _row(None, "multi-latent attention keeps what it computed", "model.recompute_granularity",
-         lambda t, was: was and model_rules.is_latent(t)),
+         lambda t, was: was and model_rules.is_mla(t)),
     # The result is the same for any cp. C first: it follows cp where nobody has typed it.
     _row(_largest_cp, _CONTEXT, "numerics.context_shards", lambda t, was: was == t.layout.cp and _is_above(t, was)),
     _row(_largest_cp, _CONTEXT, "model.context_parallel_size", _is_above),

@@ -14,7 +14,7 @@ from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.check import typed as typed_rules
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config import adjusted, graph_choice, hydra_tree
-from tp_invariant_recipes.config.identity import flat
+from tp_invariant_recipes.config.fingerprint import flat
 from tp_invariant_recipes.config.override_rules import fitting_overrides, misfits, sound_overrides
 from tp_invariant_recipes.config.overrides import (
     Override,
@@ -33,7 +33,7 @@ from tp_invariant_recipes.settings.keys import SHORT_KEYS, nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS
 from tp_invariant_recipes.settings.values import WrongType, convert
-from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.sources import recipe_layer, recipe_process, recipe_source
 
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
@@ -239,7 +239,7 @@ def _with_graphs(model: str, typed: Sequence[Override], composed: RunConfig, eag
 
     composed: without graphs, as Hydra has it. eager: the same, adjusted.
     """
-    why = graph_choice.why_eager(eager)
+    why = graph_choice.eager_reason(eager)
     if why is None:
         refused: list[str] = []
         unwanted: list[str] = []
@@ -251,7 +251,7 @@ def _with_graphs(model: str, typed: Sequence[Override], composed: RunConfig, eag
             wrong = lines(check(config))
             beyond = graph_choice.beyond(config, option)
             if not wrong and not beyond:
-                if (need := room.tight(config, here=True)) is None:
+                if (need := available_memory.tight(config, here=True)) is None:
                     return config, option
                 why = why or f"memory is tight: with graphs this run needs {need}"
             unwanted += beyond

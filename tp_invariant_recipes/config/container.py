@@ -37,9 +37,9 @@ SPEC_FIELDS = {
 }
 _SPEC = "tp_invariant_recipes.numerics.megatron.spec"
 _DELTA_BLOCK = f"tp_invariant_recipes.{families.DELTA_BLOCK.replace(':', '.')}"
-_LATENT = "tp_invariant_recipes.numerics.megatron.attention.latent_attention"
+_LATENT = "tp_invariant_recipes.numerics.megatron.attention.mla"
 # What stands there under stock numerics, where it is not the provider's own: Bridge's default has no latent attention.
-STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.latent_block_spec"}
+STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.mla_block_spec"}
 # What stands there when `model.transformer_impl=local`: Megatron-Core's own layers.
 LOCAL_SPECS = {
     "GPTModelProvider": "megatron.bridge.models.gpt_provider.local_layer_spec",
@@ -50,7 +50,7 @@ LOCAL_SPECS = {
 INVARIANT_SPECS = {
     "GPTModelProvider": f"{_SPEC}.invariant_layer_spec",
     "HybridModelProvider": "tp_invariant_recipes.numerics.megatron.spec.invariant_hybrid_spec",
-    "MLAModelProvider": f"{_LATENT}.invariant_latent_block_spec",
+    "MLAModelProvider": f"{_LATENT}.invariant_mla_block_spec",
 }
 
 # What Megatron-Core refuses where Transformer Engine is not installed, although the nodes may have it: these fields,

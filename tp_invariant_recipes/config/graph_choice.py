@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from tp_invariant_recipes.check import recording
 from tp_invariant_recipes.check.invariant import modes as mode_rules
 from tp_invariant_recipes.config import hydra_tree
-from tp_invariant_recipes.config.identity import flat
+from tp_invariant_recipes.config.fingerprint import flat
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
@@ -50,7 +50,7 @@ def decides(overrides: Sequence[Override], *, recipe: bool) -> bool:
     return not recipe and not any(override.path.startswith("model.cuda_graph_") for override in overrides)
 
 
-def why_eager(config: RunConfig) -> str | None:
+def eager_reason(config: RunConfig) -> str | None:
     """Why a run captures nothing, whatever could be captured. None: it may."""
     reasons = [why for applies, why in EAGER if applies(config)]
     return next(iter([*reasons, *_too_short(config, min(LEAST_STEPS.values()))]), None)

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from tp_invariant_recipes.config.identity import flat
+from tp_invariant_recipes.config.fingerprint import flat
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics.mode import STOCK

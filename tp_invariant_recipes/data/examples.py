@@ -12,7 +12,7 @@ from tp_invariant_recipes.data.tokenizer import FOLDER, identify, open_tokenizer
 from tp_invariant_recipes.errors import ConfigError, DataError, listed, reason
 from tp_invariant_recipes.reading import MIB, parse_object, read_limited, read_lines
 from tp_invariant_recipes.settings.finetuning import TRAINING, VALIDATION
-from tp_invariant_recipes.text import few
+from tp_invariant_recipes.text import abbreviated
 
 # Problems that a message lists; a file that is no JSONL has one a line.
 SHOWN = 5
@@ -216,4 +216,4 @@ def try_tokens(dataset: Any, tokenizer: Any) -> str:
     why = f"no answer within seq={seq}, or none that dataset.preprocessing.loss_mode={how.loss_mode} takes"
     if len(empty) == number:
         raise ConfigError(f"{file}: {counting} ({why}); raise seq and dataset.seq_length, or mend the examples")
-    return f"{file}: {counting} ({why}): lines {few([*map(str, empty)], SHOWN)}" if empty else ""
+    return f"{file}: {counting} ({why}): lines {abbreviated([*map(str, empty)], SHOWN)}" if empty else ""

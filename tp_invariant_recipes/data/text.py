@@ -29,7 +29,7 @@ from tp_invariant_recipes.reading import (
     parse_object,
     read_limited,
 )
-from tp_invariant_recipes.text import counted, few
+from tp_invariant_recipes.text import abbreviated, plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,8 +100,8 @@ class Corpus:
         return hashlib.sha256(json.dumps([identify(tokenizer).sha256, json_key, content]).encode()).hexdigest()
 
     def __str__(self) -> str:
-        taken = f"{self.root}: {counted(len(self.files), 'file')}, {self.size / MIB:,.1f} MiB"
-        return f"{taken}; left out: {few(self.left, 5)}" if self.left else taken
+        taken = f"{self.root}: {plural(len(self.files), 'file')}, {self.size / MIB:,.1f} MiB"
+        return f"{taken}; left out: {abbreviated(self.left, 5)}" if self.left else taken
 
 
 def beside(prefix: Path, suffix: str) -> Path:
@@ -136,7 +136,7 @@ def select(source: Path) -> Corpus:
     if not source.exists():
         problems.append("No such file or directory")
     elif unread := [name for name in left if _kind(Path(name)) in forms]:
-        problems.append(f"tpi cannot read {few(unread, 5)}: make them JSONL (also .gz), or move them away")
+        problems.append(f"tpi cannot read {abbreviated(unread, 5)}: make them JSONL (also .gz), or move them away")
     elif not files and not problems:
         problems.append(f"no file to read; known suffixes are {' '.join(LINES + TEXT)} (each also with .gz)")
     size = 0
@@ -206,7 +206,7 @@ def prepare(
         if not wrong and corpus.digest(tokenizer, json_key) != digest:
             wrong.append("it changed meanwhile; run again when it is complete")
         elif not wrong and not (folder / "new.bin").stat().st_size:
-            wrong.append(f"no text in it: {counted(len(corpus.files), 'file')}, every document is empty")
+            wrong.append(f"no text in it: {plural(len(corpus.files), 'file')}, every document is empty")
         if wrong:
             raise DataError("\n".join([f"unusable text in {source}:", *wrong]))
         index = read_index(folder / "new")
@@ -214,7 +214,7 @@ def prepare(
             raise DataError(f"tokenizer {tokenizer} makes no token of the text in {source}")
         names = {beside(prefix, suffix): beside(folder / "new", suffix) for suffix in SUFFIXES}
         if other := [str(old) for old, new in names.items() if old.exists() and _digest(old) != _digest(new)]:
-            raise DataError(f"{few(other, 2)}: other data is in the way; move it, or choose another --output")
+            raise DataError(f"{abbreviated(other, 2)}: other data is in the way; move it, or choose another --output")
         for old, new in names.items():
             os.replace(new, old)
             sync_folder(prefix.parent)

@@ -25,7 +25,7 @@ from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 _SUFFIXES = {
     "": ("ledger.digests=0",),
@@ -144,8 +144,8 @@ class BenchResult(Result):
 
     @override
     def lines(self) -> Iterator[str | Text | Table]:
-        ranks = f"{counted(self.ranks, f'{self.device} rank')} ({', '.join(self.names)})"
-        rounds = f"{counted(len(self.modes[0].rounds), 'round')} of {counted(self.steps, 'step')} after {self.warmup}"
+        ranks = f"{plural(self.ranks, f'{self.device} rank')} ({', '.join(self.names)})"
+        rounds = f"{plural(len(self.modes[0].rounds), 'round')} of {plural(self.steps, 'step')} after {self.warmup}"
         yield f"{' '.join([self.model, *self.overrides])} on {ranks}: {rounds}"
         yield f"micro-batches a step: {self.micro_batches}"
         titles = ("ms/step", "min–max", "tokens/s", "TFLOPS", "% peak", "GiB", "reserved", "× time", "× memory")
@@ -165,7 +165,7 @@ class BenchResult(Result):
             on = "; ".join(f"{what} {', '.join(names)}" for what, names in mode.on.items())
             yield f"{mode.mode}: {on or 'no graphs, fusions or overlaps'}"
             if mode.steps < self.steps * len(mode.rounds):
-                yield f"{mode.mode}: {counted(mode.steps, 'step')} of {self.steps * len(mode.rounds)} were steady"
+                yield f"{mode.mode}: {plural(mode.steps, 'step')} of {self.steps * len(mode.rounds)} were steady"
 
 
 def new(

@@ -80,7 +80,7 @@ OFF = only(False)
 ON = only(True)
 NULL = only(None)
 
-# The reasons of fields that change no bits in any mode: they are no part of a run's identity (config/identity.py).
+# The reasons of fields that change no bits in any mode: they are no part of a run's identity (config/fingerprint.py).
 READS = "it only reads"
 BYTES = "it only moves bytes"
 TIME = "it only decides when"
@@ -99,7 +99,7 @@ class BridgeField:
     why:       what it does to bits, so that other values are refused.
     range:     what a number must be under any numerics.
     adjust_to: what another value becomes where a recipe says it (`numerics.adjust`); NOT_SET: it is refused.
-    fingerprint: whether two comparable runs have the same value (config/identity.py).
+    fingerprint: whether two comparable runs have the same value (config/fingerprint.py).
     """
 
     allowed: Values

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from tp_invariant_recipes.errors import RunError, reason
-from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, Attempted, JobId
+from tp_invariant_recipes.ledger.run_files import LARGEST, JobId, Restart, Restarted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
-from tp_invariant_recipes.runs.matrix_dir import Name
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
+from tp_invariant_recipes.runs.sweep_dir import Name
 from tp_invariant_recipes.settings.keys import nearest
 
 SCHEMA = 1  # the schema version of submission.json
@@ -229,9 +229,9 @@ def _parts(job: SubmittedJob, directory: Path, cells: Sequence[str]) -> list[Job
     return [JobPart(ids[-1] if ids else job.id, None, job.role, run, directory)]
 
 
-def attempts(run: RunDir) -> tuple[Attempt, ...]:
+def attempts(run: RunDir) -> tuple[Restart, ...]:
     """Return the attempts at a run in `run.json`; empty without that file."""
     try:
-        return run.read_run(Attempted).attempts
+        return run.read_run(Restarted).attempts
     except RunError:
         return ()

@@ -18,8 +18,8 @@ from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.jobs import registry, slurm_client
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.lock import locked, locked_empty
-from tp_invariant_recipes.runs.matrix_dir import Omission
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.sweep_dir import Omission
 from tp_invariant_recipes.settings.run_config import Allocation, RunConfig, ranks_per_node
 from tp_invariant_recipes.settings.sections import SlurmSettings
 from tp_invariant_recipes.text import single_line
@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class CellStep:
+class ConfigurationStep:
     """A cell of a verify: its name, the words that start its step, its overrides."""
 
     name: str
@@ -92,7 +92,7 @@ def train(job: Job, config: RunConfig, model: str, overrides: Sequence[Override]
     return _render("train", job=job, srun=srun_, tpi=srun_command.tpi(config), model=model, overrides=words, run=run)
 
 
-def array(job: Job, config: RunConfig, model: str, cells: Sequence[CellStep], directory: Path) -> str:
+def array(job: Job, config: RunConfig, model: str, cells: Sequence[ConfigurationStep], directory: Path) -> str:
     """Return the script of the configurations of a verify, each in a directory of its name in `directory`."""
     return _render("array", job=job, tpi=srun_command.tpi(config), model=model, cells=cells, directory=directory)
 

@@ -11,10 +11,10 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
 from tp_invariant_recipes.jobs.slurm_client import Accounted, Queued
-from tp_invariant_recipes.ledger.run_files import Attempt, ProgressLine
+from tp_invariant_recipes.ledger.run_files import ProgressLine, Restart
 from tp_invariant_recipes.reading import checked, open_file, parse_json
-from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.sweep_dir import SweepDir
 from tp_invariant_recipes.text import single_line, visible
 
 COMPLETED, UNKNOWN = "completed", "unknown"
@@ -189,7 +189,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     return JobState(**facts, **end, alive=False)
 
 
-def _ended(part: JobPart, word: str | None, last: Attempt | None) -> dict[str, Any]:
+def _ended(part: JobPart, word: str | None, last: Restart | None) -> dict[str, Any]:
     """Return the fields of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
     by_slurm = word not in (None, *_ENDED_BY_SCRIPT)
     if last is None or last.outcome is None:
@@ -210,7 +210,7 @@ def _ended(part: JobPart, word: str | None, last: Attempt | None) -> dict[str, A
 def _judged(part: JobPart, word: str | None) -> dict[str, Any]:
     """Return the fields of a judge whose job SLURM no longer knows, from the files that it wrote."""
     try:
-        result = MatrixDir(part.directory).read_result()
+        result = SweepDir(part.directory).read_result()
         return {"word": result.verdict, "exit_status": result.exit_status, "settled": True, "note": result.text}
     except RunError:
         settled = word not in (None, *_ENDED_BY_SCRIPT)

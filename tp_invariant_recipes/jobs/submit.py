@@ -22,9 +22,9 @@ from tp_invariant_recipes.config.overrides import (
 )
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed, refuse
 from tp_invariant_recipes.features.verify import workflow as verify
-from tp_invariant_recipes.features.verify.cells import spread
+from tp_invariant_recipes.features.verify.configurations import spread
 from tp_invariant_recipes.jobs import registry, script, slurm_client, states
-from tp_invariant_recipes.jobs.script import CellStep, JobScript, PlannedSubmission
+from tp_invariant_recipes.jobs.script import ConfigurationStep, JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import plan, record, trust
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
@@ -37,7 +37,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.settings import run_config
 from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.settings.run_config import Allocation, RunConfig
-from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.sizing.memory import estimate
 
 IN_A_JOB = "launcher=slurm"
@@ -110,7 +110,7 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
         model=model,
         about=about,
         allocated=allocated,
-        memory=room.summary(config, here=False),
+        memory=available_memory.summary(config, here=False),
         directory=where,
         cells=(),
         scripts=(JobScript(registry.TRAIN, where.script, text),),
@@ -171,7 +171,7 @@ def several(
         model=model,
         about=about,
         allocated=allocated,
-        memory=room.summary(fullest, here=False),
+        memory=available_memory.summary(fullest, here=False),
         directory=verification.directory,
         cells=tuple(configs),
         scripts=_array_scripts(model, verification, allocated, about, cluster_files(sound)),
@@ -196,7 +196,9 @@ def _array_scripts(
     path, name = where.path, f"tpi-{where.path.name}"
     job = script.training(config, allocated, name=name, about=about, log=script.log_in(where.logs, "job-%A_%a.log"))
     steps = [
-        CellStep(cell.name, ("srun", *srun_command.arguments(configs[cell.name], [path, *files])), cell.overrides)
+        ConfigurationStep(
+            cell.name, ("srun", *srun_command.arguments(configs[cell.name], [path, *files])), cell.overrides
+        )
         for cell in verification.matrix.cells
     ]
     shorter = job_rules.parse_time(job.time) < job_rules.parse_time(JUDGE_TIME)
@@ -250,7 +252,7 @@ def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) 
         for config in configs
         for problem in (
             *lines(job_rules.check_job(PendingJob(config, os.environ, dry))),
-            *room.problems(config, here=False),
+            *available_memory.problems(config, here=False),
         )
     )
     problems = [*problems, *wrong]
@@ -266,7 +268,7 @@ def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) 
 
 def _warnings(configs: Mapping[str, RunConfig]) -> tuple[str, ...]:
     """Return what may end these runs early, although nothing refuses them. configs: by label; "" of a single run."""
-    tight = {label: room.warning(config, here=False) for label, config in configs.items()}
+    tight = {label: available_memory.warning(config, here=False) for label, config in configs.items()}
     told = [f"{label}: {line}" if label else line for label, line in tight.items() if line]
     return (*told, *dict.fromkeys(line for config in configs.values() for line in lines(job_rules.warnings(config))))
 

@@ -12,14 +12,14 @@ from tp_invariant_recipes.check.hosts import inputs
 from tp_invariant_recipes.check.hosts.machine import PendingRun, check_start
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import Composed
-from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.fingerprint import fingerprint
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.data.examples import Examples
 from tp_invariant_recipes.data.text import PreparedData, beside, find_prepared, read_index
 from tp_invariant_recipes.errors import ConfigError, lines, refuse
 from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.runs import restarts
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import environment, finetuning
 from tp_invariant_recipes.settings.field_table import SERVICES
@@ -138,7 +138,7 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
     imported: the digest of the folder that the run's weights come from; None: read the folder, if there is one.
     """
     config = composed.config
-    so_far = attempts_so_far(run_dir)
+    so_far = restarts_so_far(run_dir)
     variables = environment.of_run(config)
     if pretrained := config.section("checkpoint").get("pretrained_checkpoint"):
         config = config.with_fields("checkpoint", pretrained_checkpoint=str(Path(pretrained).expanduser()))
@@ -177,7 +177,7 @@ def with_data(
         config = _with_data(config, data)
     known = data or examples
     digest = known.digest if known else _digest_of_named(config, how)
-    return config, identity(config, digest, imported), data
+    return config, fingerprint(config, digest, imported), data
 
 
 def logger_fields(config: RunConfig, run_dir: RunDir) -> dict[str, str]:
@@ -215,9 +215,9 @@ def resolve_beside(composed: Composed, run_dir: RunDir, index_cache: Path, how: 
     return replace(planned, config=config)
 
 
-def attempts_so_far(run_dir: RunDir) -> int | None:
+def restarts_so_far(run_dir: RunDir) -> int | None:
     """Return the recorded attempts; None where there is no run yet."""
-    return len(attempts.read_attempts(run_dir)) if run_dir.run.exists() else None
+    return len(restarts.read_restarts(run_dir)) if run_dir.run.exists() else None
 
 
 def _prepare(data: DataSettings, how: Planning) -> PreparedData | None:

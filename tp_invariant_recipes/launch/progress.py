@@ -17,7 +17,7 @@ from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine.progress import EVERY, PLAIN, Counter
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.start.bridge import VERBOSE
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.launch.local import Watch
@@ -92,7 +92,7 @@ class Lines:
         self.position = before if log else None  # an earlier attempt's lines are not news
 
     def __enter__(self) -> "Lines":
-        ranks = counted(self.plan.layout.world, f"{self.plan.device} rank")
+        ranks = plural(self.plan.layout.world, f"{self.plan.device} rank")
         self.console.print(Text(f"starting {ranks} …"), soft_wrap=True)
         return self
 

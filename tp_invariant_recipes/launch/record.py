@@ -10,10 +10,10 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, texts
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.launch import plan, resume, trust
-from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, attempts_so_far
-from tp_invariant_recipes.ledger.run_files import AttemptJob, RunFile
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, restarts_so_far
+from tp_invariant_recipes.ledger.run_files import RestartJob, RunFile
 from tp_invariant_recipes.machine.versions import versions
-from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.runs import restarts
 from tp_invariant_recipes.runs.run_dir import RunDir, check_free
 from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -96,20 +96,20 @@ class RunRequest:
 
 def check_current(plan: Plan) -> None:
     """Raise RunError when another process has trained in the run directory since this was planned."""
-    if attempts_so_far(plan.run_dir) != plan.attempts:
+    if restarts_so_far(plan.run_dir) != plan.attempts:
         raise RunError(f"another command has begun to train in {plan.run_dir.path} since this one looked there")
 
 
-def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) -> None:
+def write(plan: Plan, *, attempt: bool = True, job: RestartJob | None = None) -> None:
     """Write configuration, environment, versions and `run.json`. Raises RunError.
 
     attempt: whether to record an attempt; submitting a job is none. job: the SLURM job that makes the attempt.
     """
     run_dir = plan.run_dir
-    so_far = attempts.read_attempts(run_dir)
+    so_far = restarts.read_restarts(run_dir)
     if attempt:
         run_dir.disk_full.unlink(missing_ok=True)
-        so_far = (*so_far, attempts.started(plan.start, plan.steps, job, plan.layout.as_dict()))
+        so_far = (*so_far, restarts.started(plan.start, plan.steps, job, plan.layout.as_dict()))
     before = trust.sealing(run_dir) if job else None
     run_dir.write(run_dir.config, plan.config.sections)
     run = RunFile(

@@ -9,9 +9,9 @@ from typing import Any
 
 from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.comparison import comparability
-from tp_invariant_recipes.config import identity
+from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST, StateForm
+from tp_invariant_recipes.config.fingerprint import WEIGHTS_DIGEST, StateForm
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, latest, parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed
 from tp_invariant_recipes.launch import trust
@@ -22,7 +22,7 @@ from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.stream import last_step
 from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs import checkpoints, restarts
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import finetuning
@@ -95,7 +95,7 @@ def compose_resumed(run: Path, model: str | None, overrides: Sequence[Override])
     typed = [*OF_AN_ATTEMPT, *(override.path for override in overrides)]
     trust.require(run, before, RunDir(run).config, typed, typed_model=resumes_model(run, model, before))
     before = _by_present_name(RunDir(run), before)
-    kept = parse_all(identity.kept(before.numerics))  # another layout has other defaults
+    kept = parse_all(fingerprint.kept(before.numerics))  # another layout has other defaults
     return _compose_as(before, [*_recorded(before, OF_AN_ATTEMPT), *kept, *overrides])
 
 
@@ -168,7 +168,7 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
     newest = start is None and step is None
     done = completed_steps(run_dir) if newest else None
     problems = _changes(before.identity, plan.identity, composed.overrides)
-    problems += lines(identity.other_state(parse_all(before.overrides), composed.overrides, plan.config))
+    problems += lines(fingerprint.other_state(parse_all(before.overrides), composed.overrides, plan.config))
     reached = done or (_newest(run_dir) if newest else step or 0)
     if reached > iters:
         problems.append(f"iters={iters}: the run goes on at step {reached}; raise iters, or checkpoint.ckpt_step=STEP")
@@ -200,7 +200,7 @@ def _checkpoint(plan: Plan, step: int | None) -> RunCheckpoint | None:
 
 def completed_steps(run_dir: RunDir) -> int | None:
     """Return the steps of a run whose last attempt completed; None: it did not, or the ledger lacks its last step."""
-    *_, last = (None, *attempts.read_attempts(run_dir))
+    *_, last = (None, *restarts.read_restarts(run_dir))
     with suppress(OSError, ValueError):  # a ledger that cannot be read is refused later, with the reason
         if last and last.outcome == Outcome.COMPLETED.value and last_step(run_dir.ledger).step == last.to_step:
             return last.to_step
@@ -269,12 +269,12 @@ def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
 def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunCheckpoint) -> None:
     """Raise ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), checkpoint.read_manifest()
-    separate = identity.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
+    separate = fingerprint.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
     now = {"numerics": plan.config.section("numerics"), "layout": degrees}
     saved = StateForm(manifest.optimizer_state, manifest.layout, manifest.separate_experts)
-    wanted = StateForm(identity.optimizer_state(plan.config), degrees, separate)
-    problems = identity.unreadable_state(str(checkpoint.path), saved, wanted)
-    if wrong := lines([*identity.other_gradients(vars(before), now), *problems]):
+    wanted = StateForm(fingerprint.optimizer_state(plan.config), degrees, separate)
+    problems = fingerprint.unreadable_state(str(checkpoint.path), saved, wanted)
+    if wrong := lines([*fingerprint.other_gradients(vars(before), now), *problems]):
         raise ConfigError(f"{command} cannot go on at step {checkpoint.step} in this layout.\n{listed(wrong)}", wrong)
 
 
@@ -294,8 +294,8 @@ def _starting_at(plan: Plan, checkpoint: RunCheckpoint) -> Plan:
     # number of steps alone.
     schedule = {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": False}
     config = plan.config.with_fields("scheduler", **schedule)
-    state = identity.WHOLE | {
-        "load_rng": identity.same_random_states(checkpoint.read_manifest().layout, plan.layout.as_dict())
+    state = fingerprint.WHOLE | {
+        "load_rng": fingerprint.same_random_states(checkpoint.read_manifest().layout, plan.layout.as_dict())
     }
     config = config.with_fields("checkpoint", ckpt_step=checkpoint.step, load=str(checkpoint.path.parent), **state)
     return replace(plan, config=config, start=checkpoint.step)

@@ -15,7 +15,7 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import RankFn, Stop
 from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs import checkpoints, restarts
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -102,7 +102,7 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None, 
     with locked(planned.run_dir):
         record.check_current(planned)
         if planned.run_dir.checkpoints.exists():
-            checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
+            checkpoints.quarantine(planned.run_dir.checkpoints, after=planned.start)
         checkpoints.settle(planned.run_dir)
         record.write(planned)
         try:
@@ -112,12 +112,12 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None, 
         except TpiError as error:
             with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
                 checkpoints.settle(planned.run_dir)
-                attempts.end(planned.run_dir, "failed", str(error))
+                restarts.end(planned.run_dir, "failed", str(error))
             raise
         except KeyboardInterrupt:
-            attempts.end(planned.run_dir, local.Outcome.STOPPED.value)
+            restarts.end(planned.run_dir, local.Outcome.STOPPED.value)
             raise
-        attempts.end(planned.run_dir, outcome.value)
+        restarts.end(planned.run_dir, outcome.value)
         return outcome
 
 

@@ -22,8 +22,8 @@ from tp_invariant_recipes.config.overrides import Override, parse_all
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.ledger.run_files import LARGEST_CONFIG, RunFile
 from tp_invariant_recipes.reading import read_limited
-from tp_invariant_recipes.runs.matrix_dir import Matrix
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.sweep_dir import Sweep
 from tp_invariant_recipes.settings import field_table, schema
 from tp_invariant_recipes.sources import recipe_source
 from tp_invariant_recipes.start.cache import state_dir
@@ -103,7 +103,7 @@ def sealing(run_dir: RunDir) -> tuple[list[Any], str] | None:
         return None
 
 
-def sealed[R: (RunFile, Matrix)](
+def sealed[R: (RunFile, Sweep)](
     record: R, config: Path | None = None, before: tuple[list[Any], str] | None = None
 ) -> R:
     """Return the file of a run, or of runs that are planned, with its seal.
@@ -117,7 +117,7 @@ def sealed[R: (RunFile, Matrix)](
 
 def require(
     where: Path,
-    record: RunFile | Matrix,
+    record: RunFile | Sweep,
     config: Path | None = None,
     without: Iterable[str] = (),
     *,
@@ -151,19 +151,19 @@ def require_config(run_dir: RunDir, run: RunFile) -> None:
         refuse([_refusal(run_dir.path, f"{path}={value}") for path, value in leaves if _imports(path, value)])
 
 
-def _content(record: RunFile | Matrix, config: Path | None) -> list[Any]:
+def _content(record: RunFile | Sweep, config: Path | None) -> list[Any]:
     """Return what a seal covers. Raises OSError, ValueError: config.yaml cannot be read."""
     hashed = hashlib.sha256(read_limited(config, LARGEST_CONFIG)).hexdigest() if config else None
     return [record.model, _overrides(record), hashed, recipe_source.known_digest(record.model)]
 
 
-def _overrides(record: RunFile | Matrix) -> list[str]:
+def _overrides(record: RunFile | Sweep) -> list[str]:
     if isinstance(record, RunFile):
         return [*record.overrides]
     return [text for cell in record.cells for text in cell.overrides]
 
 
-def _is_own(record: RunFile | Matrix, config: Path | None) -> bool:
+def _is_own(record: RunFile | Sweep, config: Path | None) -> bool:
     try:
         return is_own(_content(record, config), record.seal)
     except (OSError, ValueError):

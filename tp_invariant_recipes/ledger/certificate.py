@@ -26,7 +26,7 @@ from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Led
 from tp_invariant_recipes.ledger.schema import DIGESTED, canonical
 from tp_invariant_recipes.reading import MIB, Record, checked, parse_object, parse_yaml
 from tp_invariant_recipes.result import Result
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 SCHEMA = 1
 KIND = "tpi-certificate"
@@ -78,7 +78,7 @@ class Certificate(Result):
         """Return the summary and the hash."""
         yield f"{self.path}: {summary_words(self.summary)}"
         if (steps := self.summary["steps"]) != (of := self.summary["of"]):
-            yield f"the run has {steps} of {counted(of, 'step')}: it was not finished"
+            yield f"the run has {steps} of {plural(of, 'step')}: it was not finished"
         yield f"certificate hash {self.hash}{', as expected' if self.expected else ''}"
 
     def as_json(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def summary_words(summary: dict[str, Any]) -> str:
         " ".join(map(str, (summary["model"], *degrees))),
         f"numerics={summary['numerics'].get('mode', 'unknown')}",
         summary["device"].get("name", "unknown device"),
-        f"{summary['steps']} of {counted(summary['of'], 'step')}",
-        *(f"{kind} of {counted(count, 'step')}" for kind, count in summary.get("digests", {}).items()),
+        f"{summary['steps']} of {plural(summary['of'], 'step')}",
+        *(f"{kind} of {plural(count, 'step')}" for kind, count in summary.get("digests", {}).items()),
     )
     return "".join(letter if letter.isprintable() else "?" for letter in ", ".join(map(str, parts)))

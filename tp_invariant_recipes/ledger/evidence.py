@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.reading import MIB, Count, Listed, Record, checked, parse_json, read_limited
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 SUFFIX = ".evidence"
 LARGEST = 4096 * MIB
@@ -69,7 +69,7 @@ class Evidence(Record):
         who = "\n".join(map(str, self.suspects))
         if len(self.suspects) > 1:
             who = f"one of these is wrong:\n{who}"
-        wrong = f"{counted(self.bits, 'bit')} of {self.outputs} of {counted(self.of_, 'output')} wrong"
+        wrong = f"{plural(self.bits, 'bit')} of {self.outputs} of {plural(self.of_, 'output')} wrong"
         judge = f"\njudged by {self.judge}" if self.judge else ""
         found = wrong if self.of_ else "digests differ"
         return f"silent data corruption at step {self.step}: {self.where}: {found}\n{who}{judge}"

@@ -15,7 +15,7 @@ from tp_invariant_recipes.ledger.schema import (
     VALIDATION,
     Header,
     StepRecord,
-    identity_differences,
+    fingerprint_differences,
     informative_differences,
 )
 
@@ -130,7 +130,7 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
     file = ledger_file(path)
     before = contents(file)
     ledger = parse(file, before)
-    differences = identity_differences(ledger.header, header)
+    differences = fingerprint_differences(ledger.header, header)
     if differences:
         fields = "; ".join(f"{d.field} is {d.a or 'not set'} there and {d.b or 'not set'} now" for d in differences)
         raise LedgerError(f"{file} belongs to another run: {fields}. Change these back or choose another run directory")

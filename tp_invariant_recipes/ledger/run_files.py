@@ -62,7 +62,7 @@ JobId = Annotated[str, Bounds(pattern=r"^[0-9]{1,18}$")]  # an argument of scanc
 
 
 @dataclass(frozen=True)
-class AttemptJob(Record):
+class RestartJob(Record):
     """The SLURM job of an attempt. restart: how often SLURM had restarted it. nodes: as SLURM writes them."""
 
     id: JobId | None = None
@@ -71,7 +71,7 @@ class AttemptJob(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt(Record):
+class Restart(Record):
     """One start of a run.
 
     command, time, host: of the launcher; the time in ISO 8601.
@@ -88,17 +88,17 @@ class Attempt(Record):
     from_step: Count = 0
     to_step: Count | None = None
     layout: Layout = field(default_factory=dict)
-    job: AttemptJob | None = None
+    job: RestartJob | None = None
     outcome: str | None = None
     why: str | None = None
     requeued: bool = False
 
 
 @dataclass(frozen=True)
-class Attempted(Record):
+class Restarted(Record):
     """`run.json` where only its attempts count."""
 
-    attempts: Listed[Attempt]
+    attempts: Listed[Restart]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class RunFile(Record):
     identity: dict[str, Any]
     identity_hash: Hash
     notes: dict[str, Any] = field(default_factory=dict)
-    attempts: Listed[Attempt]
+    attempts: Listed[Restart]
     seal: str = ""
 
 

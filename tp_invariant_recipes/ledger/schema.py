@@ -233,7 +233,7 @@ class HeaderDifference:
     b: str | None
 
 
-def identity_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
+def fingerprint_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
     """Return the fields that make two runs incomparable. A run without shards is comparable with any."""
     differences = _differences(a.identity, b.identity, prefix="")
     if all(any(key in header.identity for key in SHARDS) for header in (a, b)):

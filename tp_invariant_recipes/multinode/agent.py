@@ -26,7 +26,7 @@ from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, refuse
 from tp_invariant_recipes.launch import local, ranks, record, resume, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
-from tp_invariant_recipes.ledger.run_files import AttemptJob
+from tp_invariant_recipes.ledger.run_files import RestartJob
 from tp_invariant_recipes.machine.processor import address_towards, interface
 from tp_invariant_recipes.machine.versions import versions
 from tp_invariant_recipes.multinode.rendezvous import (
@@ -43,7 +43,7 @@ from tp_invariant_recipes.multinode.rendezvous import (
     Rendezvous,
     Stopped,
 )
-from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs import checkpoints, restarts
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import run_config
@@ -116,7 +116,7 @@ def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
 def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
     """Raise a TpiError when another attempt would fail for the same reason."""
     run_dir, node = task.run_dir, rendezvous.node
-    job = AttemptJob(node.job, node.restart, node.names)
+    job = RestartJob(node.job, node.restart, node.names)
     try:
         planned = task.plan()
         allocated = run_config.allocation_of(planned.config)
@@ -127,23 +127,23 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
             )
     except TpiError as error:
         with suppress(TpiError):  # where there is no run directory yet, the reason is in the job's log only
-            attempts.refused(run_dir, str(error), job)
+            restarts.refused(run_dir, str(error), job)
         raise
     if planned.completed:
         task.remark(resume.completed_text(planned))
         run_dir.write_text(run_dir.ended, f"{Outcome.COMPLETED.value}\n")
         return Over("completed")
-    mine = [attempt for attempt in attempts.read_attempts(run_dir) if attempt.job and attempt.job.id == node.job]
+    mine = [attempt for attempt in restarts.read_restarts(run_dir) if attempt.job and attempt.job.id == node.job]
     run_dir.ended.unlink(missing_ok=True)
     record.write(planned, job=job)
     try:
-        ended = _attempt(rendezvous, task, planned, attempts.consecutive_failures(mine, planned.start) + 1)
+        ended = _attempt(rendezvous, task, planned, restarts.consecutive_failures(mine, planned.start) + 1)
     except LockLost:
         raise
     except TpiError as error:
         ended = Over(None, why=str(error))
     with suppress(TpiError):  # mostly a full disk, which the run's own error names
-        attempts.end(run_dir, ended.outcome or FAILED, ended.why, requeued=ended.requeued)
+        restarts.end(run_dir, ended.outcome or FAILED, ended.why, requeued=ended.requeued)
         run_dir.write_text(run_dir.ended, f"{ended.word}\n")
     return ended
 
@@ -161,7 +161,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         train.check_checkpoint(planned, rendezvous.node.number, rendezvous.node.count)  # while the others do
         reached = _wait_for_arrivals(rendezvous, task.rendezvous_timeout)
         if planned.run_dir.checkpoints.exists():
-            checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
+            checkpoints.quarantine(planned.run_dir.checkpoints, after=planned.start)
         checkpoints.settle(planned.run_dir)
         outcome = _train(rendezvous, task, planned, reached)
     except Stopped:

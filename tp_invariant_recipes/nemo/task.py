@@ -147,7 +147,7 @@ _NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "ini
 
 def described(config: Any, world: int) -> RunFile:
     """Return `run.json` of a ConfigContainer on `world` ranks; paths of data stand for data without a digest."""
-    from tp_invariant_recipes.config import identity as identities
+    from tp_invariant_recipes.config import fingerprint as identities
     from tp_invariant_recipes.ledger.record import Header
     from tp_invariant_recipes.ledger.schema import SHARDS as COUNTS
     from tp_invariant_recipes.machine import gpus

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-from tp_invariant_recipes.config import identity
+from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.observe.digests.callback import Digests
 from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
@@ -93,7 +93,7 @@ class LedgerCallback(Callback):
 def _described(container: "ConfigContainer") -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
     """Return the run that a container says, as far as a ledger holds it, and its identity."""
     sections: dict[str, Any] = {}
-    for name in (*identity.SECTIONS, *identity.OPTIONAL):
+    for name in (*fingerprint.SECTIONS, *fingerprint.OPTIONAL):
         if (part := getattr(container, name, None)) is None or isinstance(part, str):
             sections[name] = part
             continue
@@ -108,4 +108,4 @@ def _described(container: "ConfigContainer") -> tuple[RunConfig, dict[str, Any],
     if numerics["mode"] not in mode.MEGATRONS:
         numerics["virtual_shards"] = model.virtual_shards
     run = RunConfig({**sections, "numerics": numerics, "parallel": {"data_parallel_size": ranks}})
-    return run, identity.of_sections(sections), {}
+    return run, fingerprint.of_sections(sections), {}

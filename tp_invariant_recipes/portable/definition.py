@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.portable import conformance
-from tp_invariant_recipes.text import few
+from tp_invariant_recipes.text import abbreviated
 
 
 def ampere(a: Tensor, b: Tensor) -> Tensor:
@@ -83,13 +83,13 @@ def require_conformance(gpu: int | None = None, *, fp8: bool = False) -> None:
         raise RunError(
             f"numerics=portable: {named(gpu)} is not bitwise identical to the definition{_known_sum(gpu)}, so "
             "the run's "
-            f"ledger would hold for such machines only: {few(different, NAMED, '; ')}; or numerics=tree"
+            f"ledger would hold for such machines only: {abbreviated(different, NAMED, '; ')}; or numerics=tree"
         )
     different = fp8_differences(gpu) if fp8 else []
     if different:
         raise RunError(
             f"numerics=portable: {named(gpu)} adds FP8 GEMMs in another order (Blackwell is expected to), so the run's "
-            f"ledger would hold for such machines only: {few(different, NAMED, '; ')}; "
+            f"ledger would hold for such machines only: {abbreviated(different, NAMED, '; ')}; "
             "precision=bf16 or precision=mxfp8, or numerics=tree"
         )
 

@@ -19,7 +19,7 @@ from tp_invariant_recipes.ledger.bits import bits_float, ulp_distance
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.report.runs import Report, Run
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 # name -> (value on a light screen, value on a dark screen). The lines' colours follow Okabe and Ito.
 COLOURS = {
@@ -237,7 +237,7 @@ def distance(report: Report) -> Drawing | None:
 
 def _distance_in_words(run: Run, points: Sequence[tuple[int, float | None]]) -> str:
     differing, most = sum(ulp != 0 for _, ulp in points), max((ulp for _, ulp in points if ulp is not None), default=0)
-    return f"{run.label}: the loss differs at {differing} of {counted(len(points), 'step')}, by at most {most:,} ULP."
+    return f"{run.label}: the loss differs at {differing} of {plural(len(points), 'step')}, by at most {most:,} ULP."
 
 
 def cost(report: Report) -> Drawing | None:

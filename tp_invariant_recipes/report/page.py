@@ -23,7 +23,7 @@ from tp_invariant_recipes.ledger.schema import IDENTITY, INFORMATIVE, canonical
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import WIDTH, Drawing, label_logarithms, named, settings, style_sheet
 from tp_invariant_recipes.report.runs import Report, Run
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 
 def write(file: Path, data: bytes) -> None:
@@ -103,7 +103,7 @@ def verdicts(report: Report) -> list[str]:
     """One line for every run after the first; one for a run alone."""
     if not report.comparisons:
         ledger = report.runs[0].ledger
-        return [f"One run of {counted(len(ledger.steps), 'step', ',')}; nothing to compare it with."]
+        return [f"One run of {plural(len(ledger.steps), 'step', ',')}; nothing to compare it with."]
     return [f"{run.label}: {verdict_line(comparison)}" for run, comparison in report.pairs]
 
 

@@ -14,10 +14,10 @@ from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
-from tp_invariant_recipes.ledger.run_files import Attempt, ProgressLine
+from tp_invariant_recipes.ledger.run_files import ProgressLine, Restart
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.text import counted, single_line
+from tp_invariant_recipes.text import plural, single_line
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -50,7 +50,7 @@ class Run:
         steps, sentences = len(self.ledger.steps), []
         planned = self.file.attempts[-1].to_step if self.file and self.file.attempts else None
         if planned is not None and steps < planned:
-            sentences.append(f"unfinished: the ledger has {steps} of {counted(planned, 'step')}")
+            sentences.append(f"unfinished: the ledger has {steps} of {plural(planned, 'step')}")
         if self.ledger.torn:
             sentences.append("the last line of the ledger is torn: the run was killed, or is writing it now")
         skipped = sum(step.skipped for step in self.ledger.steps)
@@ -105,7 +105,7 @@ class StartedRun(Record):
 
     model: str = ""
     overrides: Listed[str] = ()
-    attempts: Listed[Attempt] = ()
+    attempts: Listed[Restart] = ()
 
 
 @dataclass(frozen=True)

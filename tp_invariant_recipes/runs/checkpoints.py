@@ -44,7 +44,7 @@ class CheckpointManifest(Record):
     """A checkpoint that was written to the end.
 
     step:            completed when it was saved.
-    optimizer_state: its form, one of config/identity.py.
+    optimizer_state: its form, one of config/fingerprint.py.
     separate_experts:   whether experts have an optimizer of their own.
     files:           path in the checkpoint → the file.
     """
@@ -162,7 +162,7 @@ def of_run(checkpoints: Path, step: int | None, identity_hash: str) -> RunCheckp
     return checkpoint
 
 
-def set_aside(checkpoints: Path, after: int) -> list[Path]:
+def quarantine(checkpoints: Path, after: int) -> list[Path]:
     """Move what lies beyond step `after` out of the way of the saves to come, and return where it is now.
 
     Megatron writes into an existing folder without emptying it, so an unfinished save would mix with the next.
@@ -280,7 +280,7 @@ def settle(run_dir: "RunDir") -> Untrusted | None:
     """Set untrusted checkpoints aside, and return what was noted. CheckpointError: it cannot be read."""
     untrusted = unsettled(run_dir)
     if untrusted is not None and run_dir.checkpoints.is_dir():
-        set_aside(run_dir.checkpoints, after=untrusted.trusted)
+        quarantine(run_dir.checkpoints, after=untrusted.trusted)
     for file in _noted(run_dir):
         file.unlink()
     return untrusted

@@ -18,12 +18,12 @@ from typing import Any
 
 from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.ledger.bits import described
-from tp_invariant_recipes.ledger.run_files import Attempt
+from tp_invariant_recipes.ledger.run_files import Restart
 from tp_invariant_recipes.ledger.stream import last_step
 from tp_invariant_recipes.reading import Hash, Layout, Listed, Record
 from tp_invariant_recipes.runs import lock
-from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.sweep_dir import SweepDir
 
 # The states of a run; those of `outcome` in run.json, and:
 RUNNING, COMPLETED, STOPPED, FAILED = "running", "completed", "stopped", "failed"
@@ -46,7 +46,7 @@ class ListedRun(Record):
     layout: Layout
     device: str | None = None
     numerics: dict[str, Any] = field(default_factory=dict)
-    attempts: Listed[Attempt]
+    attempts: Listed[Restart]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class RunRow:
     own: bool = False
 
     @property
-    def last(self) -> Attempt:
+    def last(self) -> Restart:
         """Its last attempt; an empty one without any."""
-        return self.record.attempts[-1] if self.record and self.record.attempts else Attempt()
+        return self.record.attempts[-1] if self.record and self.record.attempts else Restart()
 
     @property
     def when(self) -> float:
@@ -112,7 +112,7 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
     """Return the row of a run directory, or of a folder that cannot be looked into, with the reason."""
     if isinstance(run, tuple):
         return RunRow(run[0], DAMAGED, run[1])
-    run_dir, own = RunDir(run), MatrixDir(run.parent).matrix.exists()
+    run_dir, own = RunDir(run), SweepDir(run.parent).matrix.exists()
     try:
         record = run_dir.read_run(ListedRun)
     except RunError as error:
@@ -137,7 +137,7 @@ def groups(listed: Iterable[RunRow]) -> dict[str, str]:
     return dict(zip(shared, map("".join, chain.from_iterable(letters)), strict=False))
 
 
-def _state(run_dir: RunDir, last: Attempt | None) -> tuple[str, str | None]:
+def _state(run_dir: RunDir, last: Restart | None) -> tuple[str, str | None]:
     if lock.holder(run_dir) is not None:
         return RUNNING, None
     if last is None:

@@ -14,7 +14,7 @@ from tp_invariant_recipes.ledger.view import Ledger
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import checkpoints, overview
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 
 def _finite(bits: str | None) -> bool:
@@ -82,7 +82,7 @@ class Run(Result):
         yield f"{self.state} at step {self.steps} of {self.of}{figures}{f': {self.why}' if self.why else ''}"
         if self.not_finite:
             yield (
-                f"warning: the loss or gradient norm is NaN or infinite at {counted(len(self.not_finite), 'step')}, "
+                f"warning: the loss or gradient norm is NaN or infinite at {plural(len(self.not_finite), 'step')}, "
                 f"first at step {self.not_finite[0]}: ddp.check_for_nan_in_grad=true ends a run at such a gradient, "
                 "and tpi bisect finds the operation"
             )

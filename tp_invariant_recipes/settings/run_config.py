@@ -7,7 +7,7 @@ from typing import Any
 
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS, OwnSections
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Allocation:
 
     def __str__(self) -> str:
         """2 nodes with 8 gpu ranks each; 1 node with 1 cpu rank."""
-        ranks = counted(self.ranks, f"{'gpu' if self.gpus else 'cpu'} rank")
+        ranks = plural(self.ranks, f"{'gpu' if self.gpus else 'cpu'} rank")
         return f"{self.nodes} nodes with {ranks} each" if self.nodes > 1 else f"1 node with {ranks}"
 
 

@@ -158,7 +158,7 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     if last:
         row = batch.slice * config.shape.hidden * batch.element
         # Of multi-token prediction also the embedding, it and the features side by side, and the last norm's two.
-        depth = _kept(config, batch, size.layers_ahead(config.shape)) + 5 * row
+        depth = _kept(config, batch, size.mtp_layers(config.shape)) + 5 * row
         kept += 2 * row + config.shape.depths * depth  # 2: the final norm's input and output
     standing = int(kept * _in_flight(config, at, stage))
     working = _working(config, at, batch, held, weights.largest // at.tp, last=last)

@@ -252,13 +252,13 @@ def ahead(model: ModelShape, counted: Callable[[ModelShape, str], Weights] = wei
     depths, hidden = model.depths, model.hidden
     if not depths:
         return Weights()
-    layers = sum((counted(model, part) for part in layers_ahead(model)), Weights())
+    layers = sum((counted(model, part) for part in mtp_layers(model)), Weights())
     norms = 3 * norm(model) if counted is weights else 0
     projection = Weights(split=2 * hidden * hidden, whole=norms, largest=2 * hidden * hidden)
     return (layers + projection) * (1 if model.fields.get("mtp_use_repeated_layer") else depths)
 
 
-def layers_ahead(model: ModelShape) -> str:
+def mtp_layers(model: ModelShape) -> str:
     """Return the parts of the layers of one depth: of one like the model's last, or of a hybrid model's pattern."""
     pattern = model.fields.get("mtp_hybrid_override_pattern")
     if pattern is not None:

@@ -16,7 +16,7 @@ from tp_invariant_recipes.sources.hf_families import FAMILIES, NAMES, PLAIN, WHO
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
 from tp_invariant_recipes.sources.weights import SHOWN, Checkpoint
 from tp_invariant_recipes.start import lazy_imports
-from tp_invariant_recipes.text import few
+from tp_invariant_recipes.text import abbreviated
 
 # Fields of transformers' classes that no training reads, or that others here compare.
 INERT = {
@@ -133,13 +133,13 @@ def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spare: 
         if checkpoint.bits(OUTPUT) != checkpoint.bits(EMBEDDING):
             yield f"{OUTPUT} and {EMBEDDING} differ, and its config.json ties them"
     if missing:
-        yield f"there is no tensor {few(missing, SHOWN)}"
+        yield f"there is no tensor {abbreviated(missing, SHOWN)}"
     if more:
-        yield f"the model has no parameter for the tensor {few(more, SHOWN)}"
+        yield f"the model has no parameter for the tensor {abbreviated(more, SHOWN)}"
     shapes = [name for name in wanted if name in there and there[name].shape != wanted[name]]
     if shapes:
         each = [f"{name} {list(there[name].shape)} instead of {list(wanted[name])}" for name in shapes]
-        yield f"the shape of {few(each, SHOWN)}"
+        yield f"the shape of {abbreviated(each, SHOWN)}"
 
 
 def _config(folder: Path) -> Any:

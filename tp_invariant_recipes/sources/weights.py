@@ -23,7 +23,7 @@ from tp_invariant_recipes.errors import ConfigError, listed, reason
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, parse_object, read_limited
 from tp_invariant_recipes.sources.hf_families import FAMILIES
 from tp_invariant_recipes.start import lazy_imports
-from tp_invariant_recipes.text import few
+from tp_invariant_recipes.text import abbreviated
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 LARGEST_CONFIG, LARGEST_HEADER = MIB, 64 * MIB  # bytes; a header has about 100 for each tensor
@@ -131,7 +131,7 @@ def _files(folder: Path, problems: list[str]) -> list[Path]:
     names = sorted(set(index.values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        problems.append(f"{INDEX} names {few(missing, SHOWN)}, and there is no such file")
+        problems.append(f"{INDEX} names {abbreviated(missing, SHOWN)}, and there is no such file")
     return [folder / name for name in names if name not in missing]
 
 
@@ -141,7 +141,7 @@ def _indexed(folder: Path, tensors: dict[str, Stored]) -> list[str]:
     if index is None:
         return []
     wrong = [n for n in sorted({*index, *tensors}) if n not in tensors or tensors[n].file.name != index.get(n)]
-    return [f"{INDEX} and the files disagree on where {few(wrong, SHOWN)} is"] if wrong else []
+    return [f"{INDEX} and the files disagree on where {abbreviated(wrong, SHOWN)} is"] if wrong else []
 
 
 def _header(file: Path, problems: list[str]) -> dict[str, Stored]:

@@ -20,7 +20,7 @@ from tp_invariant_recipes.numerics.megatron.spec import FP8_PREFIX, SUBSTITUTES
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 from tp_invariant_recipes.sources import weights
 from tp_invariant_recipes.sources.weights import WIDER_THAN_BF16, read
-from tp_invariant_recipes.text import few
+from tp_invariant_recipes.text import abbreviated
 
 SHOWN = 5  # parameters that one message names
 
@@ -59,7 +59,9 @@ class ImportedWeights(Callback):
             if not torch.isfinite(parameter).all()
         ]
         if wrong:
-            raise RunError(f"weights={self.folder}: Megatron-Bridge set no finite values of {few(wrong, SHOWN)}")
+            raise RunError(
+                f"weights={self.folder}: Megatron-Bridge set no finite values of {abbreviated(wrong, SHOWN)}"
+            )
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Give the master weights the bits that the weights have no room for."""

@@ -194,13 +194,13 @@ def adapt(stack: ExitStack, config: RunConfig) -> None:
     import torch
 
     from tp_invariant_recipes.cpu_host import cpu
-    from tp_invariant_recipes.numerics.sums import peer_memory
+    from tp_invariant_recipes.numerics.sums import symmetric_memory
     from tp_invariant_recipes.patches import registry
 
     on_cpu = config.device.kind == "cpu"
     # A forked rank inherits the mode of whatever configuration its launcher validated last.
     torch.use_deterministic_algorithms(bool(config.model.get("deterministic_mode")))
-    peer_memory.choose(config.device.peer_memory)
+    symmetric_memory.choose(config.device.peer_memory)
     if (arithmetic := config.numerics.arithmetic) is not None:
         gpu = None if on_cpu else int(os.environ["LOCAL_RANK"])
         arithmetic.require_machine(gpu, fp8=low_precision.adds_fp8(config))

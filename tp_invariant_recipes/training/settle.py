@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from tp_invariant_recipes.numerics.sums import peer_memory, weight_gradient
+from tp_invariant_recipes.numerics.sums import symmetric_memory, weight_gradient
 
 
 def settle() -> None:
@@ -12,7 +12,7 @@ def settle() -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     weight_gradient.forget_stand_ins()
-    peer_memory.forget()
+    symmetric_memory.forget()
     destroy_moe_metrics_tracker()  # it has as many layers as the first model
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.distributed import audit_bugs
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.audit import campaign, cells
-from tp_invariant_recipes.features.audit.cells import Cells
-from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, Trial
+from tp_invariant_recipes.features.audit import campaign, configurations
+from tp_invariant_recipes.features.audit.configurations import Configurations
+from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, AuditRun
 
 pytestmark = pytest.mark.usefixtures("bridge", "here")
 
@@ -43,12 +43,12 @@ def test_a_cell_is_configured_as_hydra_composes_it():
 
 def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_reason(here, monkeypatch):
     names = ("evaluation", "adapters")
-    monkeypatch.setattr(cells, "OPTIONS", {name: cells.OPTIONS[name] for name in names})
-    monkeypatch.setattr(cells, "LAYOUTS", {})
-    first, second = cells.OPTIONS["evaluation"]
+    monkeypatch.setattr(configurations, "OPTIONS", {name: configurations.OPTIONS[name] for name in names})
+    monkeypatch.setattr(configurations, "LAYOUTS", {})
+    first, second = configurations.OPTIONS["evaluation"]
     stock, tree = (begun(here / numerics, f"numerics={numerics}")._cells for numerics in ("stock", "tree"))
     assert (stock.axes[-2:], tree.axes[-2:]) == ([[first], []], [[second], []])
-    [adapters] = cells.OPTIONS["adapters"]
+    [adapters] = configurations.OPTIONS["adapters"]
     assert stock.refused.keys() == {adapters}
     assert "LoRA adapts weights that are there: weights=FOLDER" in stock.refused[adapters]
 
@@ -59,8 +59,8 @@ PATTERNS = (("MEM*EME", "ME*ME*"), ("M*M*", None), ("MEME|*EME", None), ("ME*" *
 @pytest.mark.parametrize("pattern, cut", PATTERNS)
 def test_a_hybrid_model_is_cut_to_two_stages_that_have_all_kinds_of_layers(pattern, cut):
     model = {"hybrid_layer_pattern": pattern}
-    assert cells.small_sizes(model, set()) == ([f"model.hybrid_layer_pattern={cut}"] if cut else [])
-    assert cells.small_sizes(model, {"model.hybrid_layer_pattern"}) == []
+    assert configurations.small_sizes(model, set()) == ([f"model.hybrid_layer_pattern={cut}"] if cut else [])
+    assert configurations.small_sizes(model, {"model.hybrid_layer_pattern"}) == []
 
 
 class Answers:
@@ -89,7 +89,7 @@ class Answers:
         if (sound := self.judged(cell)) is None:
             return job, (None, {})
         verdict = WITHIN if sound else BEYOND
-        trial = Trial(
+        trial = AuditRun(
             self.settings[job], verdict, "text", None if sound else "gradients x", 1.0, None if sound else self.known
         )
         return job, (trial, {str(len(self.references) - 1): None})
@@ -102,16 +102,16 @@ LOSS = "model.calculate_per_token_loss=true"
 
 
 @cache
-def cells_of_layouts_and_losses() -> Cells:
+def cells_of_layouts_and_losses() -> Configurations:
     """Composed once: no campaign changes them."""
-    with mock.patch.object(cells, "OPTIONS", {"loss": (LOSS,)}):
-        return Cells("qwen3_toy", ["device=cpu"], Path("texts"), "cpu")
+    with mock.patch.object(configurations, "OPTIONS", {"loss": (LOSS,)}):
+        return Configurations("qwen3_toy", ["device=cpu"], Path("texts"), "cpu")
 
 
 def ran(here, monkeypatch, judged, concurrency=2, known=None, **more):
     monkeypatch.setattr(campaign, "Cells", lambda *_: cells_of_layouts_and_losses())
     audits, answers = begun(here), Answers(judged, known)
-    monkeypatch.setattr(campaign, "SideBySide", answers)
+    monkeypatch.setattr(campaign, "ConcurrentRuns", answers)
     monkeypatch.setattr(campaign, "concurrency", lambda device: concurrency)
     monkeypatch.setattr(audits, "_prepare", lambda: None)
     return audits.run(**more), answers
@@ -142,7 +142,7 @@ def test_a_resumed_campaign_audits_what_is_pending(here, monkeypatch):
 
 
 def test_a_resumed_campaign_covers_what_a_cell_covered_that_it_would_not_choose(here, monkeypatch):
-    every = Trial(("tp=2", "pp=2", "dp=2", "cp=2", "mbs=2", LOSS), WITHIN, "text", None, 1.0)
+    every = AuditRun(("tp=2", "pp=2", "dp=2", "cp=2", "mbs=2", LOSS), WITHIN, "text", None, 1.0)
     result, answers = resumed(here, monkeypatch, [every], lambda cell: True)
     assert all("tp=2 sp=false" in cell for cell in answers.started)
     assert result.pending == 0

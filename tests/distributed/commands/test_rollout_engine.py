@@ -95,7 +95,7 @@ def plain(completions) -> list:
 
 
 @dataclass(frozen=True)
-class Trial:
+class AuditRun:
     """What the rank does; it writes what all variants gave."""
 
     config: object
@@ -201,7 +201,9 @@ def run(model: str, variants: tuple[str, ...], out: str) -> None:
     words, file = ["device=cpu", "numerics=portable"], Path("s.jsonl")
     scoring = score.plan(score.ScoreRequest(Path(model), file, words, Path(f"{out}.scores")), file)
     scoring.plan.run_dir.logs.mkdir(parents=True)
-    outcome = local.run(scoring.plan, lambda: None, rank_fn=Trial(scoring.plan.config, variants, Path(out).absolute()))
+    outcome = local.run(
+        scoring.plan, lambda: None, rank_fn=AuditRun(scoring.plan.config, variants, Path(out).absolute())
+    )
     sys.exit(outcome is not local.Outcome.COMPLETED)
 
 

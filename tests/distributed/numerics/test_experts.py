@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.ranks import megatron, on_ranks, terms
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import ExpertHosts
 from tp_invariant_recipes.numerics.megatron import replacements
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.numerics.sums.weight_gradient import gradients_of
@@ -39,7 +39,7 @@ def _map(drop: bool):
 
 
 def _owners(**changes):
-    return Owners(**({"experts": EXPERTS, "size": 1, "ep": 1} | changes))
+    return ExpertHosts(**({"experts": EXPERTS, "size": 1, "ep": 1} | changes))
 
 
 @pytest.mark.parametrize("drop", (False, True), ids=("dropless", "dropped"))
@@ -111,7 +111,7 @@ class TestInAGraph:
         ]
         maps[0][:TOKENS] = torch.arange(experts) < 2  # as many of a rank's tokens as one owner takes
         maps[0][TOKENS] = torch.arange(experts) >= experts - 2
-        owners = [Owners(experts, size, ep, rank, sources, "group", parts) for rank in range(size)]
+        owners = [ExpertHosts(experts, size, ep, rank, sources, "group", parts) for rank in range(size)]
         counts = [
             each.by_owner(routed.t()).view(experts, parts, -1).sum(2).flatten()
             for each, routed in zip(owners, maps, strict=True)

@@ -561,7 +561,7 @@ def test_a_vocabulary_that_does_not_fit_is_named():
 
 def test_a_key_that_heads_share_adds_their_gradients_in_order(bridge):
     """Those of a shard, first to last: multi-latent attention."""
-    from tp_invariant_recipes.numerics.megatron.attention.latent_attention import _Spread
+    from tp_invariant_recipes.numerics.megatron.attention.mla import _Spread
 
     key, big = torch.zeros(1, 1, 1, 1, requires_grad=True), 2.0**24  # the number after it is big + 2
     for gradients, total in (([big, 1, -big], 0.0), ([big, -big, 1], 1.0)):

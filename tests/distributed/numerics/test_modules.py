@@ -352,10 +352,10 @@ def _once_built(family, name, change):
 
 def _each_with_its_own_tokens():
     from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
-    from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+    from tp_invariant_recipes.numerics.layers.experts.expert_placement import ExpertHosts
 
     alone = classmethod(lambda cls, config, tp, ep: cls(config.num_moe_experts, 1, 1))
-    token_dispatcher.Owners = type("Alone", (Owners,), {"from_config": alone})
+    token_dispatcher.ExpertHosts = type("Alone", (ExpertHosts,), {"from_config": alone})
 
 
 def _capacity_of_a_rank():

@@ -184,11 +184,11 @@ def test_statistics_of_sequences_are_kept_by_their_numbers():
 def test_losses_of_depths_begin_anew_each_step(bridge, monkeypatch):
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Megatrons
 
-    from tp_invariant_recipes.numerics.megatron import multi_token
+    from tp_invariant_recipes.numerics.megatron import mtp
 
-    monkeypatch.setattr(multi_token, "data_mesh", lambda shards: VirtualMesh(shards, 1, 0))
+    monkeypatch.setattr(mtp, "data_mesh", lambda shards: VirtualMesh(shards, 1, 0))
     monkeypatch.setattr(Megatrons, "tracker", {})
-    save, reduce = multi_token.separate_losses(lambda *_: None), multi_token.losses_summed(lambda: None, SHARDS)
+    save, reduce = mtp.separate_losses(lambda *_: None), mtp.losses_summed(lambda: None, SHARDS)
     expected = summed(_values(), VirtualMesh(SHARDS, 1, 0))[:2]
     for _ in range(2):
         for values in _values():

@@ -16,7 +16,7 @@ import pytest
 from tests.distributed.recipes.families import DENSE, FAMILIES, SHORT, folder
 from tests.recipe_files import MODEL
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.fingerprint import fingerprint
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.settings import run_config, schema
@@ -262,7 +262,7 @@ def test_what_costs_nothing_is_adjusted_and_reported(bridge, mine):
         "mixed_precision.grad_reduce_in_fp32",
         "cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN",
     }
-    assert identity(config, None) == identity(usual, None)
+    assert fingerprint(config, None) == fingerprint(usual, None)
     typed = "ddp.grad_reduce_in_fp32=false"
     for words, message in ((["numerics.adjust=false"], 8), ([typed], 1)):
         with pytest.raises(ConfigError, match=r"ddp\.grad_reduce_in_fp32=false: gradients are accumulated") as caught:

@@ -100,7 +100,7 @@ def test_a_run_with_an_exit_interval_is_completed_there_with_its_last_step(whole
 
 
 def _outcome(tpi) -> str:
-    from tp_invariant_recipes.runs.attempts import read_attempts
+    from tp_invariant_recipes.runs.restarts import read_restarts
     from tp_invariant_recipes.runs.run_dir import RunDir
 
-    return read_attempts(RunDir(tpi.folder / "run"))[-1].outcome
+    return read_restarts(RunDir(tpi.folder / "run"))[-1].outcome

@@ -177,8 +177,8 @@ def test_the_probe_decides_as_live_operands_do(core, backend, model, length, val
         )
         differ = [name for name, a, b in zip(TENSORS, first, second, strict=True) if not same((a,), (b,))]
         try:
-            batched = attentions.trial_passes(module, *inputs, mask(), shards)
-            forward = attentions.trial_passes(module, *inputs, mask(), shards, graded=False)
+            batched = attentions.check_passes(module, *inputs, mask(), shards)
+            forward = attentions.check_passes(module, *inputs, mask(), shards, graded=False)
         except RunError as refused:
             batched, forward, line = None, None, [*line, str(refused)[:60]]
         assert not (batched and differ), (degree, differ)
@@ -237,7 +237,7 @@ def test_a_launch_with_another_order_of_sums_is_refused(core, backend, walk, see
     differ = {name for name, a, b in zip(TENSORS, first, second, strict=True) if not same((a,), (b,))}
     print(f"\n{backend}, {walk} in another order: {differ} differ")
     assert differ >= seen
-    assert not attentions.trial_passes(lying, *inputs, no_mask, 4)
+    assert not attentions.check_passes(lying, *inputs, no_mask, 4)
 
 
 def test_flash_attn_is_not_selected(core, monkeypatch):

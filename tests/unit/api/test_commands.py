@@ -13,7 +13,7 @@ from tp_invariant_recipes.config.overrides import requested, texts
 from tp_invariant_recipes.errors import ConfigError, LedgerError
 from tp_invariant_recipes.features.verify import workflow as verification
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.runs import restarts
 
 DIGEST = "0123456789abcdef" * 2
 
@@ -128,7 +128,7 @@ def test_verify_asks_for_what_the_command_asks_for(monkeypatch, tmp_path):
 def test_an_attempt_names_the_program(monkeypatch, program):
     monkeypatch.setattr("sys.argv", [f"/usr/bin/{program}", "train"])
     named = {"my script.py": "'my script.py'"}.get(program, "tpi")
-    assert attempts.started(0, 1, None, {}).command == f"{named} train"
+    assert restarts.started(0, 1, None, {}).command == f"{named} train"
 
 
 def test_certificates_are_made_or_checked():

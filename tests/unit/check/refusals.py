@@ -284,7 +284,7 @@ LATENT, or_stock: deepseek_v3_toy numerics=tree
     split: model.tensor_model_parallel_size=2 model.num_moe_experts=null numerics.expert_groups=null
     multiple+num_query_groups: model.num_query_groups=16
     add_bias_linear: model.add_qkv_bias=true
-    is_latent: model.attention_output_gate=true
+    is_mla: model.attention_output_gate=true
 DELTA_NET, or_stock: qwen3_next_toy numerics=tree model.mtp_num_layers=null
     own: model.linear_conv_kernel_dim=3 | model.linear_attention_freq=null |
         model.transformer_layer_spec=megatron.bridge.models.gpt_provider.local_layer_spec

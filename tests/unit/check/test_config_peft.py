@@ -5,7 +5,7 @@ import pytest
 from tests.rules import limits_of, table_problems
 from tests.trees import with_fields
 from tp_invariant_recipes.check import layout as layout_rules
-from tp_invariant_recipes.config import identity
+from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.sizing import memory
@@ -51,8 +51,8 @@ def test_without_the_section_all_weights_are_trained():
     tree = compose("qwen3_toy", ["peft=none"], device="cpu").config
     assert tree == compose("qwen3_toy", device="cpu").config
     assert "peft" not in tree.sections
-    assert not [key for key in identity.identity(tree, None) if key.startswith("peft")]
-    assert identity.identity(TREE, None)["peft.dim"] == 32
+    assert not [key for key in fingerprint.fingerprint(tree, None) if key.startswith("peft")]
+    assert fingerprint.fingerprint(TREE, None)["peft.dim"] == 32
 
 
 def test_the_parameters_of_adapters():

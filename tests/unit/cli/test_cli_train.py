@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.config import identity
+from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record, resume
@@ -79,7 +79,7 @@ def test_a_run_continues_with_the_whole_state_of_its_checkpoint(cli, empty_here)
     assert "load_main_params" not in ended.err  # the run began with it
     may = ["save=3", "checkpoint.finetune=false", "checkpoint.async_save=false", "checkpoint.fully_parallel_load=true"]
     now = compose("qwen3_toy", may)
-    assert identity.other_state((), now.overrides, now.config) == []
+    assert fingerprint.other_state((), now.overrides, now.config) == []
 
 
 def test_the_device_is_what_the_driver_shows(monkeypatch):

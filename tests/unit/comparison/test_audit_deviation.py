@@ -15,7 +15,7 @@ from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
-from tp_invariant_recipes.runs.matrix_dir import AuditedRun
+from tp_invariant_recipes.runs.sweep_dir import AuditedRun
 
 ROWS, COLUMNS = 64, 32
 OUTPUT = "forward/decoder.layers.0.mlp/output"

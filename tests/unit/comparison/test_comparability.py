@@ -131,7 +131,7 @@ def test_compare_and_verify_say_so():
     b = replace(b, steps=(*b.steps[:2], replace(b.steps[2], loss="f32:40c80001"), *b.steps[3:]))
     for against, says in ((a, True), (replace(a, header=OF_TODAY), False)):
         comparison = compare(against, b)
-        row = verdict.CellResult("tp=2", Path("b"), 2, 5, comparison.verdict.value, None, b, comparison)
+        row = verdict.ConfigurationResult("tp=2", Path("b"), 2, 5, comparison.verdict.value, None, b, comparison)
         for sentences in (remarks(comparison), verdict._remarks((row,), [row])):
             assert any(sentence.startswith("Products have other definitions") for sentence in sentences) == says
 

@@ -9,7 +9,7 @@ from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.config import adjusted
 from tp_invariant_recipes.config.adjusted import ROWS, adjust
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.fingerprint import fingerprint
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import environment, run_config
 
@@ -212,7 +212,7 @@ def test_of_mxfp8_what_the_products_do_without_is_adjusted():
 
 def test_the_identity_has_what_is_trained():
     done, _ = adjust(_with("ddp.grad_reduce_in_fp32", False), (), {}, None)
-    assert identity(done, None) == identity(TREE, None)
+    assert fingerprint(done, None) == fingerprint(TREE, None)
 
 
 def test_stock_adjusts_nothing():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.models import sparing
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.fingerprint import fingerprint
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
@@ -80,7 +80,7 @@ def test_hydras_plus_signs_change_nothing(override):
 
 
 def test_spelling_does_not_distinguish_runs():
-    a, b = (identity(compose("qwen3_toy", [o]).config, None) for o in ("optimizer.lr=1", "lr=1.0"))
+    a, b = (fingerprint(compose("qwen3_toy", [o]).config, None) for o in ("optimizer.lr=1", "lr=1.0"))
     assert a == b
     assert repr(a) == repr(b)
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.config import identity as table
+from tp_invariant_recipes.config import fingerprint as table
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.fingerprint import fingerprint
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -18,7 +18,7 @@ MODELS = ("qwen3_8b", "qwen3_moe_toy", "nemotron3_nano_toy", "glm45_toy", "qwen3
 
 @cache
 def identity_of(model: str, *overrides: str, device: str = "gpu") -> dict:
-    return identity(compose(model, overrides, device=device).config, None)
+    return fingerprint(compose(model, overrides, device=device).config, None)
 
 
 # Overrides that leave the identity as it is: layout, machine, kernels, files, length of an unchanged schedule.
@@ -71,19 +71,19 @@ def test_data_is_known_by_its_content_and_not_by_its_place():
         tree = compose("qwen3_toy", ["data=text", f"data.path={path}"]).config.sections
         tree["dataset"]["blend"] = [[path], None]
         tree["dataset"]["path_to_cache"] = f"{path}/cache"
-        return identity(RunConfig(tree), digest)
+        return fingerprint(RunConfig(tree), digest)
 
     assert text("a", "1") == text("b", "1") != text("a", "2")
     assert text("a", "1")["data.digest"] == "1"
     assert text("a", "1")["data.kind"] == "text"
-    assert identity(compose("qwen3_toy").config, None)["data.kind"] == "mock"
+    assert fingerprint(compose("qwen3_toy").config, None)["data.kind"] == "mock"
 
 
 def test_an_unset_decay_is_as_long_as_the_run():
     assert identity_of("qwen3_8b", "iters=7")["scheduler.lr_decay_iters"] == 7
     tree = compose("qwen3_8b", ["iters=7"]).config.sections
     tree["scheduler"]["lr_decay_iters"] = 50
-    assert identity(RunConfig(tree), None)["scheduler.lr_decay_iters"] == 50
+    assert fingerprint(RunConfig(tree), None)["scheduler.lr_decay_iters"] == 50
 
 
 # All that conf/ sets in the sections of the identity and that is left out of it.
@@ -119,17 +119,19 @@ def fields_of(tree: dict) -> dict:
 
 def test_what_is_omitted_is_what_this_list_says():
     trees = [compose(model, device=device).config.sections for model in MODELS for device in ("cpu", "gpu")]
-    assert {key for tree in trees for key in fields_of(tree).keys() - identity(RunConfig(tree), None).keys()} == OMITTED
+    assert {
+        key for tree in trees for key in fields_of(tree).keys() - fingerprint(RunConfig(tree), None).keys()
+    } == OMITTED
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_other_field_counts(model):
     tree = compose(model, device="gpu").config.sections
-    before = identity(RunConfig(tree), None)
+    before = fingerprint(RunConfig(tree), None)
     for key in fields_of(tree).keys() - OMITTED:
         section, field = key.split(".")
         changed = tree | {section: tree[section] | {field: "another"}}
-        after = identity(RunConfig(changed), None)
+        after = fingerprint(RunConfig(changed), None)
         assert {k for k in before if before[k] != after[k]} == {key}
 
 
@@ -151,7 +153,7 @@ def test_no_field_with_a_mark_changes_the_identity(key, value):
     section, field = key.split(".")
     tree = copy.deepcopy(TREE)
     tree[section][field] = value
-    assert identity(RunConfig(tree), None) == identity(RunConfig(TREE), None)
+    assert fingerprint(RunConfig(tree), None) == fingerprint(RunConfig(TREE), None)
 
 
 @given(key=st.sampled_from([key for key in MARKED if key[:10] != "tokenizer."]), value=VALUES)
@@ -159,19 +161,19 @@ def test_the_same_name_in_another_section_does(key, value):
     field = key.split(".")[1]
     tree = copy.deepcopy(TREE)
     tree["tokenizer"][field] = value
-    assert identity(RunConfig(tree), None) == identity(RunConfig(TREE), None) | {f"tokenizer.{field}": value}
+    assert fingerprint(RunConfig(tree), None) == fingerprint(RunConfig(TREE), None) | {f"tokenizer.{field}": value}
 
 
 @given(st.permutations(list(TREE)), st.permutations("abc"))
 def test_the_order_of_sections_and_fields_does_not_matter(sections, names):
     tree = {name: TREE[name] for name in sections}
     tree["model"] = {name: 1 for name in names}
-    result = identity(RunConfig(tree), None)
+    result = fingerprint(RunConfig(tree), None)
     assert list(result) == sorted(result)
-    assert result == identity(RunConfig(TREE | {"model": dict.fromkeys("abc", 1)}), None)
+    assert result == fingerprint(RunConfig(TREE | {"model": dict.fromkeys("abc", 1)}), None)
 
 
 def test_a_mixed_precision_of_fields_counts_field_by_field():
     tree = TREE | {"mixed_precision": {"bf16": True, "grad_reduce_in_fp32": False}}
-    assert identity(RunConfig(tree), None)["mixed_precision.grad_reduce_in_fp32"] is False
-    assert "mixed_precision" not in identity(RunConfig(tree), None)
+    assert fingerprint(RunConfig(tree), None)["mixed_precision.grad_reduce_in_fp32"] is False
+    assert "mixed_precision" not in fingerprint(RunConfig(tree), None)

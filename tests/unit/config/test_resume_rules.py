@@ -2,8 +2,8 @@
 
 import pytest
 
-from tp_invariant_recipes.config import identity
-from tp_invariant_recipes.config.identity import BUCKETS, DISTRIBUTED, LAYER_WISE, OF_EVERY_RANK, StateForm
+from tp_invariant_recipes.config import fingerprint
+from tp_invariant_recipes.config.fingerprint import BUCKETS, DISTRIBUTED, LAYER_WISE, OF_EVERY_RANK, StateForm
 from tp_invariant_recipes.errors import lines
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -11,12 +11,12 @@ TREE = {"mode": "tree"}
 
 
 def other_gradients(before, now) -> list[str]:
-    return lines(identity.other_gradients(before, now))
+    return lines(fingerprint.other_gradients(before, now))
 
 
 def unreadable_state(saved, before, wanted, now, separate=(False, False)) -> list[str]:
     states = (StateForm(*state) for state in zip((saved, wanted), (before, now), separate, strict=True))
-    return lines(identity.unreadable_state("checkpoint", *states))
+    return lines(fingerprint.unreadable_state("checkpoint", *states))
 
 
 def layout(**degrees: int) -> dict:
@@ -66,7 +66,7 @@ def test_another_gradient_tree_is_refused(before, now, dp):
     ),
 )
 def test_the_form_of_an_optimizers_state(optimizer, checkpoint, form):
-    assert identity.optimizer_state(RunConfig({"optimizer": optimizer, "checkpoint": checkpoint})) == form
+    assert fingerprint.optimizer_state(RunConfig({"optimizer": optimizer, "checkpoint": checkpoint})) == form
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_form_of_an_optimizers_state(optimizer, checkpoint, form):
 )
 def test_the_form_of_a_layer_wise_state_of_experts(optimizer):
     config = RunConfig({"optimizer": optimizer, "checkpoint": {}, "model": {"num_moe_experts": 8}})
-    assert identity.optimizer_state(config) == LAYER_WISE
+    assert fingerprint.optimizer_state(config) == LAYER_WISE
 
 
 EVERYTHING = layout(tp=2, pp=2, dp=4, ep=2)
@@ -125,7 +125,7 @@ SEPARATE = (
 
 @pytest.mark.parametrize("mode, model, at, separate", SEPARATE)
 def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, separate):
-    assert identity.experts_separate(mode, model, at) is separate
+    assert fingerprint.experts_separate(mode, model, at) is separate
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, separat
 )  # fmt: skip
 def test_random_states_are_those_of_ranks(before, now, same):
     for first, other in ((before, now), (now, before)):
-        assert identity.same_random_states(layout(**first), layout(**other)) is same
+        assert fingerprint.same_random_states(layout(**first), layout(**other)) is same

@@ -9,11 +9,11 @@ from tests.unit.docs.commands import names, options, parsed
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.features.verify import cells
-from tp_invariant_recipes.features.verify.cells import Problems
+from tp_invariant_recipes.features.verify import configurations
+from tp_invariant_recipes.features.verify.configurations import Problems
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
-from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing import available_memory
 
 HELP_LINES = [
     (f"tpi {name} --help", part)
@@ -144,7 +144,7 @@ def unfit(model: str, overrides: str) -> list[str]:
     """
     words = overrides.split()
     words = words if "cluster=" in overrides else ["cluster=h200", *words]
-    _, choices = cells.spread(parse_all(words), [])
+    _, choices = configurations.spread(parse_all(words), [])
     configs, problems = [], Problems()
     for order in (choices, choices[:0:-1]):
         for choice in order:
@@ -153,8 +153,11 @@ def unfit(model: str, overrides: str) -> list[str]:
                 break
     if not configs:
         problems.raise_any()
-    tight = [room.warning(config, here=False) for config in configs]
-    return [*(line for config in configs for line in room.problems(config, here=False)), *filter(None, tight)]
+    tight = [available_memory.warning(config, here=False) for config in configs]
+    return [
+        *(line for config in configs for line in available_memory.problems(config, here=False)),
+        *filter(None, tight),
+    ]
 
 
 @pytest.mark.parametrize("model, overrides, sized", rows())

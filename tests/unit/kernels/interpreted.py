@@ -45,7 +45,7 @@ from tp_invariant_recipes.kernels.gemm import fixed_tile_gemm, grouped_gemm, mxf
 from tp_invariant_recipes.kernels.gemm.quantize import E4M3
 from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.numerics.layers import delta_net
-from tp_invariant_recipes.numerics.sums import peer_memory
+from tp_invariant_recipes.numerics.sums import symmetric_memory
 
 # Each takes a third of the interpreter's time: looking for overflows in all sums of indices, which are small here, and
 # replacing Triton's language anew for each call of a function.
@@ -136,13 +136,13 @@ def sums_through_memory_are_slices_of_the_tree():
 
 
 def _rank(rank, memory):
-    peers = object.__new__(peer_memory.Peers)
+    peers = object.__new__(symmetric_memory.Peers)
     peers.rank, peers.size, peers.device = rank, len(memory), torch.device("cpu")
     peers.copy = lambda to, part: _COPIES.append((to, part))
     peers.copied = lambda: None
     peers.wait = lambda event: [to.copy_(part) for to, part in _COPIES]  # all ranks', as late as they may arrive
     for name in ("sums", "gathers"):
-        buffer = object.__new__(peer_memory.Buffer)
+        buffer = object.__new__(symmetric_memory.Buffer)
         buffer.busy, buffer.handle = False, Mock()
         buffer._views = _Views(memory)
         setattr(peers, name, buffer)

@@ -46,9 +46,9 @@ from tp_invariant_recipes.multinode import rendezvous
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.reading import parse_json
 from tp_invariant_recipes.report import runs as report_runs
-from tp_invariant_recipes.runs import attempts, checkpoints
-from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs import checkpoints, restarts
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.sweep_dir import Axis, Configuration, Sweep, SweepDir
 from tp_invariant_recipes.sources import weights
 
 DEEP = "DEEP"  # replaced in the text, since Python's own encoder refuses it
@@ -129,10 +129,10 @@ RUN = {
     "attempts": [{"from_step": 0, "to_step": 1, "job": {"id": "12"}, "outcome": "completed", "why": None}],
 }  # fmt: skip
 CELLS = [
-    Cell(name, name, (name,), 2, 1, FULL.identity_hash, {"tp": 2, "sp": True}, {"mode": "tree"})
+    Configuration(name, name, (name,), 2, 1, FULL.identity_hash, {"tp": 2, "sp": True}, {"mode": "tree"})
     for name in ("tp1", "tp2")
 ]
-MATRIX = Matrix("qwen3_toy", ("tp=1,2",), (Axis("tp", ("1", "2")),), tuple(CELLS), None)
+MATRIX = Sweep("qwen3_toy", ("tp=1,2",), (Axis("tp", ("1", "2")),), tuple(CELLS), None)
 
 
 def use(ledger) -> None:
@@ -175,12 +175,12 @@ def run_json(folder: Path, data: bytes) -> None:
     run = RunDir(folder)
     run.run.write_bytes(data)
     registry.attempts(run)
-    for attempt in attempts.read_attempts(run):
+    for attempt in restarts.read_restarts(run):
         str(attempt.outcome), attempt.job and attempt.job.id
 
 
 def matrix_json(folder: Path, data: bytes) -> None:
-    where = MatrixDir(folder)
+    where = SweepDir(folder)
     where.matrix.write_bytes(data)
     try:
         matrix = where.read_matrix()
@@ -191,7 +191,7 @@ def matrix_json(folder: Path, data: bytes) -> None:
 
 
 def verify_json(folder: Path, data: bytes) -> None:
-    MatrixDir(folder).result.write_bytes(data)
+    SweepDir(folder).result.write_bytes(data)
     part = registry.JobPart("12", None, registry.JUDGE, RunDir(folder), folder)
     states._judged(part, None)
 
@@ -392,8 +392,8 @@ KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
 def valid(kind: str, folder: Path) -> Any:
     if kind != "matrix.json":
         return KINDS[kind][1]
-    MatrixDir(folder).write_matrix(MATRIX)
-    return json.loads(MatrixDir(folder).matrix.read_bytes())
+    SweepDir(folder).write_matrix(MATRIX)
+    return json.loads(SweepDir(folder).matrix.read_bytes())
 
 
 def refused_with(read: Callable[[Path, bytes], None], folder: Path, data: bytes, what: str) -> str | None:
@@ -471,11 +471,11 @@ def test_dumps_of_no_linear_layer_are_refused(shape):
 def test_a_matrix_that_compares_a_run_with_itself_is_refused(change, words, tmp_path):
     (tmp_path / "tp1").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "tp1")
-    MatrixDir(tmp_path).write_matrix(MATRIX)
-    assert MatrixDir(tmp_path).read_matrix() == MATRIX
-    raw = json.loads(MatrixDir(tmp_path).matrix.read_bytes())
+    SweepDir(tmp_path).write_matrix(MATRIX)
+    assert SweepDir(tmp_path).read_matrix() == MATRIX
+    raw = json.loads(SweepDir(tmp_path).matrix.read_bytes())
     raw["cells"][1] |= change
-    MatrixDir(tmp_path).matrix.write_text(json.dumps(raw))
+    SweepDir(tmp_path).matrix.write_text(json.dumps(raw))
     with pytest.raises(RunError, match=r"is not a directory of tpi verify: matrix\.json: ") as caught:
         judge(tmp_path)
     assert words in str(caught.value)

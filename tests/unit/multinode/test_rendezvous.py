@@ -11,10 +11,10 @@ import pytest
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.ledger.run_files import Attempt
+from tp_invariant_recipes.ledger.run_files import Restart
 from tp_invariant_recipes.multinode import rendezvous
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
-from tp_invariant_recipes.runs.attempts import consecutive_failures
+from tp_invariant_recipes.runs.restarts import consecutive_failures
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 STEP = {
@@ -74,7 +74,7 @@ def test_ports_are_below_those_that_linux_gives_away():
     ),
 )  # fmt: skip
 def test_only_tries_since_the_last_progress_count(before, start, count):
-    attempts = [Attempt(from_step=step, outcome=outcome) for step, outcome in before]
+    attempts = [Restart(from_step=step, outcome=outcome) for step, outcome in before]
     assert consecutive_failures(attempts, start) == count
 
 

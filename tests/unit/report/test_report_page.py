@@ -13,7 +13,7 @@ import pytest
 from tests import ledgers
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.ledger.run_files import Attempt, RunFile
+from tp_invariant_recipes.ledger.run_files import Restart, RunFile
 from tp_invariant_recipes.report import page
 from tp_invariant_recipes.report.figures import COLOURS
 from tp_invariant_recipes.report.runs import gather
@@ -109,7 +109,7 @@ def test_the_first_table_says_what_was_trained_where_and_how_it_ended(tmp_path):
     }  # fmt: skip
     file = RunFile(
         model="qwen3_8b", overrides=("lr=1", "data.path=/text"), device="gpu", layout={}, identity={},
-        identity_hash="0" * 64, attempts=(Attempt(**attempt), Attempt(**attempt | {"host": "node8"})),
+        identity_hash="0" * 64, attempts=(Restart(**attempt), Restart(**attempt | {"host": "node8"})),
     )  # fmt: skip
     (run / "run.json").write_text(json.dumps(file.as_json()))
     (read,) = gather([run]).runs

@@ -13,8 +13,8 @@ from tp_invariant_recipes.runs.checkpoints import (
     RunCheckpoint,
     finished,
     iteration_dir,
+    quarantine,
     select,
-    set_aside,
     write_manifest,
 )
 
@@ -143,16 +143,16 @@ def test_what_lies_beyond_the_start_is_set_aside(tmp_path):
     save(tmp_path, 30, manifest=False)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
     aside = tmp_path / ASIDE
-    assert set_aside(tmp_path, after=10) == [aside / "iter_0000020", aside / "iter_0000030"]
+    assert quarantine(tmp_path, after=10) == [aside / "iter_0000020", aside / "iter_0000030"]
     assert [c.step for c in finished(tmp_path)] == [10]
     assert (aside / "iter_0000020" / "__0_0.distcp").read_bytes() == FILES["__0_0.distcp"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").exists()
-    assert set_aside(tmp_path, after=10) == set_aside(tmp_path / "nowhere", after=0) == []
+    assert quarantine(tmp_path, after=10) == quarantine(tmp_path / "nowhere", after=0) == []
 
 
 def test_what_is_set_aside_twice_does_not_replace_the_first(tmp_path):
     for content in (b"first", b"second", b"third"):
         save(tmp_path, 20, {"file": content})
-        set_aside(tmp_path, after=0)
+        quarantine(tmp_path, after=0)
     kept = {path.parent.name: path.read_bytes() for path in (tmp_path / ASIDE).rglob("file")}
     assert kept == {"iter_0000020": b"first", "iter_0000020-2": b"second", "iter_0000020-3": b"third"}

@@ -16,7 +16,7 @@ from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.runs import attempts, overview
+from tp_invariant_recipes.runs import overview, restarts
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -220,7 +220,7 @@ def test_a_run_whose_end_did_not_fit_on_the_disk_says_disk_full(cli, monkeypatch
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", no_room)
         with pytest.raises(RunError, match="cannot write"):
-            attempts.end(RunDir(run), "failed", "rank 0 failed")
+            restarts.end(RunDir(run), "failed", "rank 0 failed")
     line = cli("runs").out.splitlines()[1]
     assert cells(line)[1] == state
     assert line.endswith("disk full") is (state == "failed")

@@ -10,7 +10,7 @@ from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.numerics.sums import bucket_reduction
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.sizing import activations, memory, room
+from tp_invariant_recipes.sizing import activations, available_memory, memory
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, FIRST_STEP, GIB, GRADIENTS, OPTIMIZER, WEIGHTS, Estimate
 
 WITHIN = 0.1  # which docs/memory.md promises
@@ -102,7 +102,7 @@ def test_a_measured_peak_is_met(model, overrides, peak, ratio, mode):
     estimated = estimate(model, f"{read} numerics={mode}")
     assert measured < estimated.allocated / GIB < measured * (1 + WITHIN)
     # A run is refused only if it needs more without a part of what is not counted exactly: the estimate's error there.
-    assert estimated.least(room.ERROR) < measured * GIB + estimated.outside + estimated.parts[FIRST_STEP]
+    assert estimated.least(available_memory.ERROR) < measured * GIB + estimated.outside + estimated.parts[FIRST_STEP]
 
 
 @pytest.mark.parametrize("sequence", (2048, 8192))

@@ -8,8 +8,8 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine import processor as host
 from tp_invariant_recipes.machine.gpus import Gpu
+from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.sizing import memory as estimates
-from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import GIB
 
 
@@ -26,7 +26,7 @@ def machine_memory(monkeypatch):
 
 
 def memory_problems(model: str, overrides: str = "", device: str = "gpu", *, here: bool = True) -> list[str]:
-    return room.problems(compose(model, overrides.split(), device=device).config, here=here)
+    return available_memory.problems(compose(model, overrides.split(), device=device).config, here=here)
 
 
 # Model, overrides, whether an H200 can hold a rank of it: published sizes, 18 bytes a parameter beside activations.
@@ -124,10 +124,10 @@ def test_a_run_near_the_limit_starts_with_a_warning(machine_memory):
     need = estimates.estimate(config).rank / GIB
     for size, warned in ((need / 0.94, False), (need / 0.96, True), (need, True), (need / 1.5, False)):
         machine_memory(gpu=size)
-        line = room.warning(config, here=True)
-        assert (line is not None) is warned, room
+        line = available_memory.warning(config, here=True)
+        assert (line is not None) is warned, available_memory
         assert line is None or ("memory is tight: this run needs about 80.0 GiB" in line and "raise tp=" in line)
-    assert room.problems(config, here=True) != []  # the last does not start at all
+    assert available_memory.problems(config, here=True) != []  # the last does not start at all
 
 
 def test_a_submission_prints_what_may_end_it_early(cli, no_gpus, here):
@@ -156,21 +156,21 @@ def test_only_what_clearly_does_not_fit_is_refused(machine_memory):
     config = compose("qwen3_8b", ["tp=4", "seq=8192"], device="gpu").config
     need = estimates.estimate(config)
     counted = sum(need.parts[part] for part in estimates.COUNTED)
-    least = (counted + (need.rank - counted) * (1 - room.ERROR)) / GIB
+    least = (counted + (need.rank - counted) * (1 - available_memory.ERROR)) / GIB
     assert least < 0.97 * need.rank / GIB
     machine_memory(gpu=least + 0.1)
-    assert room.problems(config, here=True) == []
+    assert available_memory.problems(config, here=True) == []
     machine_memory(gpu=least - 0.1)
-    assert room.problems(config, here=True) != []
+    assert available_memory.problems(config, here=True) != []
 
 
 def test_parts_that_a_key_moves_elsewhere_do_not_count(machine_memory):
     machine_memory(gpu=80)
     config = compose("qwen3_8b", ["tp=1"], device="gpu").config
-    assert room.problems(config, here=True) != []
+    assert available_memory.problems(config, here=True) != []
     offloaded = config.with_fields("optimizer", optimizer_cpu_offload=True)
-    assert room.problems(offloaded, here=True) == []
-    assert room.table(estimates.estimate(offloaded))[-1].startswith("optimizer.optimizer_cpu_offload:")
+    assert available_memory.problems(offloaded, here=True) == []
+    assert available_memory.table(estimates.estimate(offloaded))[-1].startswith("optimizer.optimizer_cpu_offload:")
 
 
 MEMINFO = "MemTotal:  24000000 kB\nMemFree:  1000 kB\nMemAvailable:   23000000 kB\n"

@@ -9,7 +9,7 @@ import torch
 
 from tests import hf_folders
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.fingerprint import fingerprint
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.sources import hf_models, weights
@@ -274,8 +274,8 @@ def test_the_tokenizer_is_that_of_the_folder():
 
 def test_the_identity_has_weights_only_where_a_run_has_them():
     config = compose("qwen3_toy", ["weights=a"]).config
-    assert identity(config, None, "0" * 64)["weights.digest"] == "0" * 64
-    assert identity(config, None) == identity(compose("qwen3_toy").config, None)
+    assert fingerprint(config, None, "0" * 64)["weights.digest"] == "0" * 64
+    assert fingerprint(config, None) == fingerprint(compose("qwen3_toy").config, None)
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import environment, run_config
 from tp_invariant_recipes.settings.field_table import SERVICES
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.start import needed
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 _FLA = "flash-linear-attention"  # tpi installs it nowhere
 _FUSED = "model.gradient_accumulation_fusion"
@@ -98,11 +98,11 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     ranks = at.world
     if config.launcher.kind == "slurm":
         allocated = run_config.allocation_of(config)
-        ranks, degrees = allocated.ranks, f"{degrees} on {counted(allocated.nodes, 'node')}, {allocated.ranks} on each"
+        ranks, degrees = allocated.ranks, f"{degrees} on {plural(allocated.nodes, 'node')}, {allocated.ranks} on each"
     if not visible:
         yield Problem("", "device=gpu, but this machine shows no GPU", "device=cpu runs the toy models (tpi doctor)")
     elif ranks > len(visible):
-        yield Problem("", f"{degrees}, but this machine has {counted(len(visible), 'GPU')}", "lower one of them")
+        yield Problem("", f"{degrees}, but this machine has {plural(len(visible), 'GPU')}", "lower one of them")
     absent, how = "which is not installed", "make gpu (tpi doctor)"
     if installed("transformer-engine") is None:
         yield Problem("", f"device=gpu needs Transformer Engine, {absent}: {how}")
@@ -183,7 +183,7 @@ def _disk(start: PendingRun) -> Problem | None:
 
 
 def _memory(start: PendingRun) -> list[Problem]:
-    return [Problem("", text) for text in room.problems(start.config, here=start.here)]
+    return [Problem("", text) for text in available_memory.problems(start.config, here=start.here)]
 
 
 def _here(test: Callable[[RunConfig], Any], text: str = "", solve: str = "", key: str = "") -> Rule[PendingRun]:

@@ -38,12 +38,12 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 LATENT_FIELD = "multi_latent_attention"
 
 
-def is_latent(config: RunConfig) -> bool:
+def is_mla(config: RunConfig) -> bool:
     """Whether the model has multi-latent attention; only its provider makes models with it."""
     return bool(config.model.get(LATENT_FIELD)) or config.model.get("_target_") == schema.LATENT
 
 
-_latent_row = partial(limit_of, is_latent)
+_latent_row = partial(limit_of, is_mla)
 
 LATENT_LIMITS = (
     _latent_row(lambda t: t.model.get("_target_") != schema.LATENT or not t.model.get(LATENT_FIELD),
@@ -68,7 +68,7 @@ LATENT_LIMITS = (
 )  # fmt: skip
 
 
-# What the invariant numerics cover of multi-token prediction (numerics/megatron/multi_token.py).
+# What the invariant numerics cover of multi-token prediction (numerics/megatron/mtp.py).
 
 MULTI_TOKEN = "mtp_num_layers"
 REPEATED = "mtp_use_repeated_layer"
@@ -135,7 +135,7 @@ DELTA_NET_LIMITS = (
         "of attention's variants only gated delta nets are covered", f"leave model.{families.VARIANT} unset"),
     _delta_row(lacks(mode.DELTA_NET), mode.only(mode.DELTA_NET), "numerics=tree"),
     limit_of(_gates, lacks(mode.GATES), mode.only(mode.GATES), "numerics=tree"),
-    limit_of(has(ATTENTION_GATE), is_latent, "multi-latent attention has no gate", f"model.{ATTENTION_GATE}=false"),
+    limit_of(has(ATTENTION_GATE), is_mla, "multi-latent attention has no gate", f"model.{ATTENTION_GATE}=false"),
     _delta_row(lambda t: t.model.get("_target_") != schema.PROVIDERS[0],
         f"gated delta nets are covered for {schema.PROVIDERS[0].rpartition('.')[2]} alone"),
     _delta_row(lambda t: t.model.get(families.FIELD) not in (None, SPEC), "gated delta nets have layers of tpi's",
@@ -188,7 +188,7 @@ def other_layers(config: RunConfig) -> bool:
     """Whether a model has layers that no plain GPT model has."""
     model = config.model
     own = config.shape.hybrid or families.family_of(model) or families.delta_sizes(model)
-    return bool(own or is_latent(config) or config.shape.depths)
+    return bool(own or is_mla(config) or config.shape.depths)
 
 
 _of_layer_norms = partial(limit_of, lambda t: t.model.get("normalization") == LAYER)

@@ -16,21 +16,21 @@ from tempfile import TemporaryDirectory
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
-from tp_invariant_recipes.features.audit import cells, rank, resume, script, workflow
+from tp_invariant_recipes.features.audit import configurations, rank, resume, script, workflow
 from tp_invariant_recipes.features.audit import page as audit_page
-from tp_invariant_recipes.features.audit.cells import Cell, Cells, Covering, shrunk
-from tp_invariant_recipes.features.audit.result import BEYOND, CampaignResult, ShrunkFault, Trial
-from tp_invariant_recipes.features.audit.trial import SideBySide, audited, concurrency
+from tp_invariant_recipes.features.audit.audit_run import ConcurrentRuns, audited, concurrency
+from tp_invariant_recipes.features.audit.configurations import Configuration, Configurations, Covering, shrunk
+from tp_invariant_recipes.features.audit.result import BEYOND, AuditRun, CampaignResult, ShrunkFault
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import checked
 from tp_invariant_recipes.runs.lock import locked, locked_empty
-from tp_invariant_recipes.runs.matrix_dir import AuditedRun, CampaignDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.runs.sweep_dir import AuditedRun, CampaignDir
 
 RANKS = 4  # at most, of a cell
-OnTrial = Callable[[Trial, int, int], None]
-Job = tuple[Cell, tuple[str, ...]]  # a cell, and sizes smaller than the campaign's
+OnTrial = Callable[[AuditRun, int, int], None]
+Job = tuple[Configuration, tuple[str, ...]]  # a cell, and sizes smaller than the campaign's
 
 
 @dataclass
@@ -39,7 +39,7 @@ class State:
 
     model: str
     overrides: list[str]
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[AuditRun] = field(default_factory=list)
     findings: list[ShrunkFault] = field(default_factory=list)
     resume_at: int | None = None
 
@@ -54,13 +54,13 @@ class Campaign:
     def __init__(self, where: CampaignDir, state: State, on_trial: OnTrial, *, scripts: bool) -> None:
         self.where, self.state, self._on_trial, self._scripts = where, state, on_trial, scripts
         self._device = plan.detect_device()
-        self._refused: set[Cell] = set()
+        self._refused: set[Configuration] = set()
         self._references: dict[str, AuditedRun] = {}
-        self._ended: list[tuple[Job, Trial | None]] = []  # and not judged yet
-        self._cell: Cell | None = None  # that is judged
+        self._ended: list[tuple[Job, AuditRun | None]] = []  # and not judged yet
+        self._cell: Configuration | None = None  # that is judged
         self._directories = max((int(path.name) for path in where.trial(0).parent.glob("*")), default=0)
-        self._cells = Cells(state.model, state.overrides, where.texts, self._device)
-        self._covering = Covering(self._cells.axes, len(cells.LAYOUTS), self._allowed, self._ranks_of)
+        self._cells = Configurations(state.model, state.overrides, where.texts, self._device)
+        self._covering = Covering(self._cells.axes, len(configurations.LAYOUTS), self._allowed, self._ranks_of)
 
     def run(self, *, exitfirst: bool = False) -> CampaignResult:
         """Audit all cells, some at a time. Interrupted: Ctrl-C, SIGTERM.
@@ -73,7 +73,7 @@ class Campaign:
             if trial.covers:
                 self._covering.cover(frozenset(trial.settings))
         with ranks.stopping() as stop:
-            self._running = SideBySide(stop)
+            self._running = ConcurrentRuns(stop)
             try:
                 while self._step():
                     if exitfirst and any(finding.trial.known is None for finding in self.state.findings):
@@ -107,7 +107,7 @@ class Campaign:
             else:
                 self._start((cell, ()))
 
-    def _judge(self, cell: Cell, trial: Trial | None) -> None:
+    def _judge(self, cell: Configuration, trial: AuditRun | None) -> None:
         """Cover what a cell has shown, or shrink its fault, unless an earlier finding has the fault."""
         if trial is None:
             self._refused.add(cell)
@@ -119,7 +119,7 @@ class Campaign:
     def _prepare(self) -> None:
         """Import and check here what each audit's process would otherwise do first."""
         rank.prepare()
-        layouts = [setting for axis in self._cells.axes[: len(cells.LAYOUTS)] for setting in axis]
+        layouts = [setting for axis in self._cells.axes[: len(configurations.LAYOUTS)] for setting in axis]
         words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(frozenset(layouts[:1]))]
         with TemporaryDirectory() as folder, redirect_stdout(StringIO()), suppress(ConfigError):
             workflow.check(workflow.new(self.state.model, words, directory=Path(folder) / "plan"))
@@ -129,7 +129,7 @@ class Campaign:
     def _ranks_of(self, setting: str) -> int:
         return 2 if setting[:3] in ("tp=", "pp=", "cp=", "dp=") else 1
 
-    def _allowed(self, cell: Cell) -> bool:
+    def _allowed(self, cell: Configuration) -> bool:
         """Whether a run may have these settings, and no fault that is found already is among them."""
         if cell in self._refused or any(set(finding.settings) <= cell for finding in self.state.findings):
             return False
@@ -141,7 +141,7 @@ class Campaign:
 
     # --- audits ---
 
-    def _recorded(self, job: Job) -> Trial | None:
+    def _recorded(self, job: Job) -> AuditRun | None:
         settings = (*job[1], *self._cells.settings(job[0]))
         return next((trial for trial in self.state.trials if tuple(trial.settings) == settings), None)
 
@@ -154,7 +154,7 @@ class Campaign:
         audit = partial(audited, self.state.model, words, settings, where, {**self._references})
         self._running.start(job, partial(audit, at=self.state.resume_at))
 
-    def _next(self) -> tuple[Job, Trial | None]:
+    def _next(self) -> tuple[Job, AuditRun | None]:
         """Wait for the end of an audit, and record it."""
         job, (trial, trained) = self._running.next()
         self._references |= trained
@@ -165,7 +165,7 @@ class Campaign:
             self._on_trial(trial, total - len(self._covering.pending), total)
         return job, trial
 
-    def _audited(self, cell: Cell, sizes: tuple[str, ...] = ()) -> Trial | None:
+    def _audited(self, cell: Configuration, sizes: tuple[str, ...] = ()) -> AuditRun | None:
         """Return the audit of a cell, which may be recorded from an earlier start; None: no run may have it."""
         job, most = (cell, sizes), concurrency(self._device)
         while not self._recorded(job) and job not in self._running.keys and len(self._running) >= most:
@@ -180,7 +180,7 @@ class Campaign:
             self._fill()
         return ended[1]
 
-    def _shrunk(self, cell: Cell, trial: Trial) -> tuple[Cell, Trial]:
+    def _shrunk(self, cell: Configuration, trial: AuditRun) -> tuple[Configuration, AuditRun]:
         """Return the smallest cell with a fault. The table says what a known fault needs, and one audit confirms it."""
         if trial.known is not None:
             small = shrunk(cell, partial(self._meets, known=trial.known))
@@ -189,13 +189,13 @@ class Campaign:
                 return small, confirmed
         return shrunk(cell, partial(self._fails_alike, trial=trial)), trial
 
-    def _meets(self, cell: Cell, known: str) -> bool:
+    def _meets(self, cell: Configuration, known: str) -> bool:
         """Whether a known fault strikes a run with these settings."""
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
             return False
         return any(str(fault) == known for fault in faults.shown(self._cells.configured(cell)))
 
-    def _fails_alike(self, cell: Cell, trial: Trial) -> bool:
+    def _fails_alike(self, cell: Configuration, trial: AuditRun) -> bool:
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
             return False
         smaller = self._audited(cell)
@@ -205,7 +205,7 @@ class Campaign:
             self._covering.cover(cell)
         return smaller.same_fault(trial)
 
-    def _record(self, cell: Cell, trial: Trial) -> None:
+    def _record(self, cell: Configuration, trial: AuditRun) -> None:
         """Record a fault; cells with all of its settings are not tried again."""
         sizes = self._cells.sizes
         if not any(setting.startswith("pp=") for setting in cell) and self._cells.base.shape.layers == 2:
@@ -221,7 +221,7 @@ class Campaign:
         self._covering.cover(cell)
         self._write()
 
-    def _script(self, sizes: Sequence[str], cell: Cell, trial: Trial) -> str | None:
+    def _script(self, sizes: Sequence[str], cell: Configuration, trial: AuditRun) -> str | None:
         """Write the program of a fault, if it is wanted and a layer has the fault; return its path."""
         if not self._scripts or trial.verdict != BEYOND:
             return None
@@ -268,7 +268,7 @@ def resumed(directory: Path) -> tuple[CampaignDir, State]:
     where = CampaignDir(directory)
     data = where.read_result()
     try:
-        trials = checked(list[Trial], data["trials"])
+        trials = checked(list[AuditRun], data["trials"])
         return where, State(data["model"], data["overrides"], trials, resume_at=data.get("resume_at"))
     except (KeyError, ValueError) as error:
         raise RunError(f"{where.result}: {error}") from error

@@ -11,7 +11,7 @@ from tp_invariant_recipes.comparison.deviation import KINDS, MARGIN, TensorDevia
 from tp_invariant_recipes.features.audit.result import AuditResult, CampaignResult
 from tp_invariant_recipes.report.figures import LINES, Drawing
 from tp_invariant_recipes.report.page import html, svg
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 _HEIGHT = 3.6  # inches
 _LEAST, _MOST = 1e-2, 1e9  # factors beyond these lie on the edge
@@ -41,10 +41,10 @@ def campaign(result: CampaignResult) -> str:
         for finding in (fault.as_json() for fault in result.findings)
     ]
     tried = result.pairs - result.pending
-    facts = f"{tried} of {counted(result.pairs, 'pair')} of settings, {counted(len(result.trials), 'audit')}"
+    facts = f"{tried} of {plural(result.pairs, 'pair')} of settings, {plural(len(result.trials), 'audit')}"
     return html(
         "audits.html.j2",
-        title=f"{result.model}: {counted(len(findings), 'fault')}",
+        title=f"{result.model}: {plural(len(findings), 'fault')}",
         facts="; ".join((facts, " ".join((*result.overrides, *result.sizes)))),
         findings=findings,
         trials=result.trials,
@@ -69,7 +69,7 @@ def factors(deviations: Sequence[TensorDeviation], margin: float) -> Drawing:
         axes.legend(loc="best", ncols=len(KINDS))
 
     beyond = sum(deviation.beyond for deviation in deviations)
-    words = f"{beyond} of {counted(len(deviations), 'tensor')} are outside rounding-error tolerance."
+    words = f"{beyond} of {plural(len(deviations), 'tensor')} are outside rounding-error tolerance."
     note = f"{words} The line is {margin:g} times a 1-ULP perturbation; an exact tensor lies at the bottom."
     return Drawing("factors", "Error of every tensor", words, note, _HEIGHT, draw)
 

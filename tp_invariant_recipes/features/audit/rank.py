@@ -6,8 +6,8 @@ import os
 
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.observe.recording import recording
-from tp_invariant_recipes.runs.matrix_dir import AuditedRun
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.sweep_dir import AuditedRun
 from tp_invariant_recipes.start import bridge
 from tp_invariant_recipes.training import rank
 

@@ -15,7 +15,7 @@ from tp_invariant_recipes.comparison import deviation
 from tp_invariant_recipes.comparison.deviation import TensorDeviation
 from tp_invariant_recipes.reading import Listed, Record
 from tp_invariant_recipes.result import Result
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 WITHIN, BEYOND, NOT_DECIDED, FAILED = "within rounding", "beyond rounding", "not decided", "failed"
 WHOLE, DIFFERS, NOT_JUDGED = "whole", "differs", "not judged"  # of a resume
@@ -101,7 +101,7 @@ class AuditResult(Result):
         if self.known:
             yield f"known: {self.known}"
         if self.omitted:
-            count = counted(len(self.omitted), "tensor")
+            count = plural(len(self.omitted), "tensor")
             yield Text(f"not compared: {count} that one of the two lacks, such as {self.omitted[0]}", style="dim")
         yield Text(f"all tensors: {self.directory}/audit.html", style="dim")
 
@@ -126,7 +126,7 @@ class AuditResult(Result):
 
 
 @dataclass(frozen=True)
-class Trial(Record):
+class AuditRun(Record):
     """An audit of a cell.
 
     settings: in the order of the command. verdict: one of the audit's, or FAILED.
@@ -153,7 +153,7 @@ class Trial(Record):
         """Whether its cell need not be tried again: nothing is known to be wrong."""
         return EXIT_STATUS.get(self.verdict) in (0, 2)
 
-    def same_fault(self, other: "Trial") -> bool:
+    def same_fault(self, other: "AuditRun") -> bool:
         """Whether both have one fault: the same tensor of any layer or expert, and the same known fault or none."""
         names = [_NUMBER.sub("*", trial.first or trial.text.partition("\n")[0]) for trial in (self, other)]
         return (self.verdict, self.known, names[0]) == (other.verdict, other.known, names[1])
@@ -168,7 +168,7 @@ class ShrunkFault:
     """
 
     settings: tuple[str, ...]
-    trial: Trial
+    trial: AuditRun
     command: str
     script: str | None
 
@@ -197,7 +197,7 @@ class CampaignResult(Result):
     pending: int
     seconds: float | None
     refused: Mapping[str, str]
-    trials: tuple[Trial, ...]
+    trials: tuple[AuditRun, ...]
     findings: tuple[ShrunkFault, ...]
     resume_at: int | None = None
 
@@ -236,7 +236,7 @@ class CampaignResult(Result):
             if finding.script:
                 yield f"    torchrun --standalone {finding.script}"
         yield from (f"not tried: {setting}: {reason}" for setting, reason in self.refused.items())
-        count, faults = counted(len(self.trials), "audit"), counted(len(self.findings), "fault")
+        count, faults = plural(len(self.trials), "audit"), plural(len(self.findings), "fault")
         yield f"{faults} in {count} of {self.pairs - self.pending} pairs; {self.directory}/audits.html"
 
 
@@ -252,9 +252,9 @@ def verdict_line(deviations: Sequence[TensorDeviation], first: TensorDeviation |
         largest = max(deviations, key=lambda tensor: tensor.factor)
         over = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
         return (
-            f"{WITHIN}: {counted(len(deviations), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × "
+            f"{WITHIN}: {plural(len(deviations), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × "
             f"rounding, {largest.name}; {_seen(deviations)}"
-            + (f"; {counted(len(omitted), 'tensor')} not compared" if omitted else "")
+            + (f"; {plural(len(omitted), 'tensor')} not compared" if omitted else "")
         )
     what = _named(first)
     if first.name.endswith("/auxiliary"):

@@ -32,8 +32,8 @@ from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.lock import locked_empty
-from tp_invariant_recipes.runs.matrix_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.runs.sweep_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.settings import cuda_graphs
 
 TRAININGS = UNINTERRUPTED, RESUMED, REPEATED = "uninterrupted", "resumed", "repeated"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.observe.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.observe.shards import gather_weights, unwrapped
-from tp_invariant_recipes.runs.matrix_dir import AuditedRun, RankRecord, State
+from tp_invariant_recipes.runs.sweep_dir import AuditedRun, RankRecord, State
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 
 _LONGEST = 24  # characters of a value that a verdict shows

@@ -10,8 +10,8 @@ from rich.text import Text
 from tp_invariant_recipes.features.audit.result import EXIT_STATUS, NOT_JUDGED, WHOLE, coloured
 from tp_invariant_recipes.ledger.schema import StepRecord
 from tp_invariant_recipes.result import Result
-from tp_invariant_recipes.runs.matrix_dir import RankRecord
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.runs.sweep_dir import RankRecord
+from tp_invariant_recipes.text import plural
 
 # Kind of state -> its name in words, in the order of the comparison.
 KINDS = {
@@ -129,7 +129,7 @@ class ResumeResult(Result):
             yield f"known: {self.known}"
         yield from (f"    {state}{_on(state.ranks)}" for state in self.lost[:_SHOWN])
         if len(self.lost) > _SHOWN:
-            yield f"    and {counted(len(self.lost) - _SHOWN, 'more state')}"
+            yield f"    and {plural(len(self.lost) - _SHOWN, 'more state')}"
         yield from (f"    {step}" for step in self.changed)
         if self.captured:
             text = f"{self.captured.was} CUDA graphs before, {self.captured.now} after: they are captured anew"
@@ -227,12 +227,12 @@ def verdict_line(
     if verdict == NOT_JUDGED:
         return f"{verdict}: without a resume the training does not repeat itself: {apart}; numerics=deterministic"
     if verdict == WHOLE:
-        kinds = f"{counted(sum(states.values()), 'state')} of {counted(len(states), 'kind')}"
+        kinds = f"{plural(sum(states.values()), 'state')} of {plural(len(states), 'kind')}"
         return f"{verdict}: {kinds} and {over} are bitwise identical after the resume at step {at}"
     if not lost:
         return f"{verdict}: {changed[0]} after the resume at step {at}, and every compared state was restored"
     effect = str(changed[0]) if changed and not apart else f"{over} are bitwise identical all the same"
     if apart:
         effect = f"without a resume the training does not repeat itself either, so that {over} show nothing"
-    more = f" (and {counted(len(lost) - 1, 'more state')})" if lost[1:] else ""
+    more = f" (and {plural(len(lost) - 1, 'more state')})" if lost[1:] else ""
     return f"{verdict}: {lost[0]}{more}: {effect}"

@@ -40,16 +40,16 @@ from tp_invariant_recipes.launch.ranks import RankFn
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.patches import faults
-from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.runs import restarts
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
-from tp_invariant_recipes.runs.matrix_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.runs.sweep_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.settings import cuda_graphs, finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.sizing.activations import recorded as recorded_bytes
 from tp_invariant_recipes.sizing.memory import GIB
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 AUDITED, REFERENCE = "audited", "reference"  # the two trainings
 DEGREES = (1, 2, 4, 8)  # of references, the first that fits
@@ -364,7 +364,7 @@ def _first(config: RunConfig, steps: int, problems: list[str]) -> int:
     warmup = _warmup(config)
     if steps < warmup + 2:
         problems.append(
-            f"graphs are captured after {counted(warmup, 'step')} and replayed from step {warmup + 2} on, and there "
+            f"graphs are captured after {plural(warmup, 'step')} and replayed from step {warmup + 2} on, and there "
             f"are {steps}; iters={warmup + 2}"
         )
     return warmup + 2
@@ -410,7 +410,7 @@ def _reference(
         if composed is None or refusals:  # which more ranks would only hide
             first = refusals
             break
-        if not (large := room.problems(composed.config, here=True)):
+        if not (large := available_memory.problems(composed.config, here=True)):
             return composed, more
         first = first or large
     problems += [f"the reference: {problem}" for problem in first]
@@ -440,12 +440,12 @@ def trained(run: AuditedRun, planned: Plan, task: AuditTask, watch: Watch, rank_
             raise
         except TpiError as error:
             with suppress(TpiError):  # usually a full disk, which the run's own error reports
-                attempts.end(run, "failed", str(error))
+                restarts.end(run, "failed", str(error))
             raise RunError(f"the training {name} failed, so that nothing can be compared\n{error}") from error
         except KeyboardInterrupt:
-            attempts.end(run, local.Outcome.STOPPED.value)
+            restarts.end(run, local.Outcome.STOPPED.value)
             raise Interrupted(stopped) from None
-        attempts.end(run, outcome.value)
+        restarts.end(run, outcome.value)
         if outcome is local.Outcome.STOPPED:
             raise StoppedAudit(stopped)
     return run

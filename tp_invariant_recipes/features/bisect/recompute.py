@@ -19,7 +19,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import NumericsSettings
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers.formats import Format
@@ -48,9 +48,9 @@ class Checked:
     def __str__(self) -> str:
         distance = self.distance
         if self.identical:
-            return f"{self.name}: identical, {counted(distance.total, 'element')}"
+            return f"{self.name}: identical, {plural(distance.total, 'element')}"
         largest = f", by at most {distance.max_ulp} ULP" if distance.max_ulp is not None else ""
-        differing = f"{distance.differing} of {counted(distance.total, 'element')}"
+        differing = f"{distance.differing} of {plural(distance.total, 'element')}"
         return f"{self.name}: different, {differing}{largest}, the first at {distance.first}"
 
 
@@ -80,7 +80,7 @@ class CheckResult(Result):
 
 
 @dataclass(frozen=True)
-class Refereed:
+class Arbitration:
     """Which of two runs is right: "a", "b", both, or none, since it is not known or neither is."""
 
     right: tuple[str, ...]
@@ -217,7 +217,7 @@ def referee(
     operation: str | None,
     step: int,
     train: Callable[[tuple[str, ...], int], Sequence[Path]],
-) -> Refereed:
+) -> Arbitration:
     """Tell which of two runs is right.
 
     names:   of both runs. repeats: whether each computed its recorded bits again: the first judge.
@@ -243,4 +243,4 @@ def referee(
             if len(correct) == 1:
                 who = f"{names[correct[0]]} is right, and {names[1 - correct[0]]} is wrong"
             text = f"{who}, by the definition of {module}, computed on this CPU"
-    return Refereed(tuple("ab"[n] for n in correct), f"referee: {text}")
+    return Arbitration(tuple("ab"[n] for n in correct), f"referee: {text}")

@@ -14,7 +14,7 @@ from tp_invariant_recipes.comparison.result import comparison_json
 from tp_invariant_recipes.comparison.step_order import REPLICAS
 from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.features.bisect.recompute import Refereed
+from tp_invariant_recipes.features.bisect.recompute import Arbitration
 from tp_invariant_recipes.result import Result
 
 # Kind of the first difference, or name of the field -> the operation that made it, if everything before it matched.
@@ -149,7 +149,7 @@ class BisectResult(Result):
     distances: Mapping[str, Mapping[str, Any]]
     same_place: bool
     remarks: tuple[str, ...]
-    referee: Refereed | None = None
+    referee: Arbitration | None = None
 
     @property
     @override

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
+from tp_invariant_recipes.config.fingerprint import WEIGHTS_DIGEST
 from tp_invariant_recipes.data.tokenizer import tokenizer_files
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
@@ -31,7 +31,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.sources import hf_models, weights
 from tp_invariant_recipes.start.bridge import quiet
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.features.export.rank import Adapters
@@ -76,7 +76,7 @@ class ExportResult(Result):
 
     def lines(self) -> list[str]:
         """Return what was written, and the digest of whole weights."""
-        what = f"{counted(self.tensors, 'tensor')}, {self.dtype}" if self.tensors else "its adapters, for peft"
+        what = f"{plural(self.tensors, 'tensor')}, {self.dtype}" if self.tensors else "its adapters, for peft"
         return [
             f"{self.folder}: {self.architecture} after step {self.step}, {what}",
             *([f"copied: {', '.join(self.copied)}"] if self.copied else []),

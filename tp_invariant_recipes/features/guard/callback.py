@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 
 from tp_invariant_recipes.check.recording import SHADOW, rank_distance
 from tp_invariant_recipes.errors import HardwareFault
-from tp_invariant_recipes.features.guard.judge import Judge, Reporter, SampledGemms, WrongBits, described
+from tp_invariant_recipes.features.guard.judge import Judge, Reporter, SampledGemms, SilentDataCorruption, described
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
 from tp_invariant_recipes.features.guard.optimizer import Adam
 from tp_invariant_recipes.features.guard.shadow import (
@@ -176,7 +176,7 @@ class Guard(AroundOptimizerStep):
             raise self._fault(finding)
         self._in_doubt = finding is not None
 
-    def _fault(self, finding: WrongBits) -> HardwareFault:
+    def _fault(self, finding: SilentDataCorruption) -> HardwareFault:
         return self._reporter.report(finding, self.trusted(finding.step))
 
     def _judge_pairs(self, pairs: list[ReplicaPair], recompute: Recompute) -> None:
@@ -190,7 +190,7 @@ class Guard(AroundOptimizerStep):
             return
         self._products.hand_over(self._step)
         self._sampler.everything = True
-        first = narrowed(first, recompute(side_by_side=False), group, "its own recomputation, which differs")
+        first = narrowed(first, recompute(in_one_launch=False), group, "its own recomputation, which differs")
         self._products.hand_over(self._step)
         assert self._judge is not None
         self._end_all_ranks(_surest([finding for finding in self._judge.wait() if finding.detector in PROOFS]))
@@ -199,18 +199,18 @@ class Guard(AroundOptimizerStep):
         if len(suspicion.ranks) > 1:
             self._sampler.everything = False
             try:
-                moved = recompute(side_by_side=True)
+                moved = recompute(in_one_launch=True)
             except RuntimeError as error:  # such as too little memory; others may wait for this rank, and end with it
                 raise self._fault(suspicion.wrong_bits(self._step)) from error
             suspicion = earliest(narrowed(first, moved, group, ELSEWHERE)) or suspicion
         self._end_all_ranks(suspicion.wrong_bits(self._step) if self.rank == 0 else None)
 
-    def _end_all_ranks(self, finding: WrongBits | None) -> None:
+    def _end_all_ranks(self, finding: SilentDataCorruption | None) -> None:
         """Raise HardwareFault on all ranks, with one message, if any has a finding."""
         ranked_message = None if finding is None else (len(finding.ranks), str(self._fault(finding)))
         if messages := [message for message in gathered(ranked_message) if message]:
             raise HardwareFault(min(messages)[1])
 
 
-def _surest(findings: Sequence[WrongBits]) -> WrongBits | None:
+def _surest(findings: Sequence[SilentDataCorruption]) -> SilentDataCorruption | None:
     return min(findings, key=lambda finding: len(finding.ranks), default=None)

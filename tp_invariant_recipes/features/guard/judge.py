@@ -35,7 +35,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 @dataclass(frozen=True)
-class WrongBits:
+class SilentDataCorruption:
     """Wrong bits. detector … details: as of `Evidence`; ranks: the suspects.
 
     difference: of outputs; None: digests differ. portable: whether any machine can compute it again.
@@ -79,7 +79,7 @@ class Reporter:
     def __init__(self, run_dir: RunDir, rank: int, everyone: list[Suspect], numerics: NumericsSettings) -> None:
         self.run_dir, self.rank, self.everyone, self.numerics = run_dir, rank, everyone, numerics
 
-    def report(self, finding: WrongBits, trusted: int) -> HardwareFault:
+    def report(self, finding: SilentDataCorruption, trusted: int) -> HardwareFault:
         """Return the error to raise. Its files are written."""
         unlike = finding.difference or UnlikeBits(0, 0, 0)
         file = checkpoints.evidence_file(self.run_dir, finding.step, self.rank)
@@ -110,7 +110,7 @@ class Reporter:
         return f"the last trusted checkpoint is of step {last}; tpi train --resume {self.run_dir.path} goes on from it"
 
 
-Case = Callable[[], WrongBits | None]
+Case = Callable[[], SilentDataCorruption | None]
 WAITING = 256  # cases; a rank whose host is slower than its processor then waits for it
 
 
@@ -120,8 +120,8 @@ class Judge:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "guard")
         self._of_step: list[tuple[Case, Any]] = []
-        self._cases: deque[Future[WrongBits | None]] = deque()
-        self.findings: list[WrongBits] = []
+        self._cases: deque[Future[SilentDataCorruption | None]] = deque()
+        self.findings: list[SilentDataCorruption] = []
         self.decided = 0
 
     def submit(self, case: Case, stream: Any = None) -> None:
@@ -135,13 +135,13 @@ class Judge:
             self._cases.append(self._executor.submit(_decided, case, launched))
         self._of_step = []
 
-    def poll(self) -> list[WrongBits]:
+    def poll(self) -> list[SilentDataCorruption]:
         """Return the findings of the cases decided so far. Raises what a case has raised."""
         while self._cases and self._cases[0].done():
             self._take(len(self._cases) - 1)
         return list(self.findings)
 
-    def wait(self) -> list[WrongBits]:
+    def wait(self) -> list[SilentDataCorruption]:
         """Wait until all cases are decided, then return what `poll` does."""
         self.begin()
         self._take(0)
@@ -169,7 +169,7 @@ def _launched(stream: Any) -> Any:
     return event
 
 
-def _decided(case: Case, launched: Any) -> WrongBits | None:
+def _decided(case: Case, launched: Any) -> SilentDataCorruption | None:
     if launched is not None:
         launched.synchronize()
     return case()
@@ -216,13 +216,13 @@ class SampledGemms:
         for sample, held in zip(self._on_host(samples), samples, strict=True):
             self.judge.submit(partial(self._judged, sample, step, held), self._stream)
 
-    def _judged(self, sample: Sample, step: int, held: Sample) -> WrongBits | None:
+    def _judged(self, sample: Sample, step: int, held: Sample) -> SilentDataCorruption | None:
         """held: on the device: nobody may have its memory before it is copied."""
         recomputed = expected(sample)
         unlike_bits = difference(sample.out, recomputed)
         if unlike_bits is None:
             return None
-        return WrongBits(
+        return SilentDataCorruption(
             evidence.ATTENTION if sample.kind == REPEATED else evidence.PRODUCT,
             step,
             operation(sample, self.shards),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tp_invariant_recipes.features.guard.judge import Judge, WrongBits
+from tp_invariant_recipes.features.guard.judge import Judge, SilentDataCorruption
 from tp_invariant_recipes.kernels.digest import Lanes
 from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.ledger import evidence
@@ -83,7 +83,7 @@ class Replicas:
         every = torch.stack(of_ranks)
         ranks = dist.get_process_group_ranks(group)
 
-        def case() -> WrongBits | None:
+        def case() -> SilentDataCorruption | None:
             held = every.cpu()
             unequal = (held != held[:1]).any(2).any(0)
             if not bool(unequal.any()):
@@ -91,7 +91,7 @@ class Replicas:
             first = int(unequal.nonzero()[0])
             suspects = minority([tuple(lane[first].tolist()) for lane in held])
             where = f"weights of {names[first]}, which differ between replicas"
-            return WrongBits(evidence.REPLICAS, step, where, tuple(ranks[n] for n in suspects))
+            return SilentDataCorruption(evidence.REPLICAS, step, where, tuple(ranks[n] for n in suspects))
 
         self.judge.submit(case)
 
@@ -140,12 +140,12 @@ class Memory:
         (step, names, lanes, then), self._taken = self._taken, None
         unequal = (lanes() != then).any(1)
 
-        def case() -> WrongBits | None:
+        def case() -> SilentDataCorruption | None:
             wrong = [name for name, changed in zip(names, unequal.tolist(), strict=True) if changed]
             if not wrong:
                 return None
             where = f"{', '.join(wrong[:4])} changed in memory after the step"
-            return WrongBits(evidence.MEMORY, step, where, (self.rank,), details={"tensors": wrong})
+            return SilentDataCorruption(evidence.MEMORY, step, where, (self.rank,), details={"tensors": wrong})
 
         self.judge.submit(case)
 

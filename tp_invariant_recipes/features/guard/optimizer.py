@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.features.guard.judge import Judge, WrongBits
+from tp_invariant_recipes.features.guard.judge import Judge, SilentDataCorruption
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.gemm.judge import UnlikeBits, difference
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState, Slot
@@ -88,7 +88,7 @@ class Adam:
         recomputed = None if self.portable else update.recompute()
         where = f"update of {self.names.get(slot.owner, 'a parameter')} by the optimizer"
 
-        def case() -> WrongBits | None:
+        def case() -> SilentDataCorruption | None:
             unlike_bits = update.unlike(recomputed)
             if unlike_bits is None:
                 return None
@@ -97,7 +97,7 @@ class Adam:
             tensors = {f"before.{k}": v for k, v in update.inputs.items()}
             tensors |= {f"after.{k}": v for k, v in update.results.items()}
             details = {"updates": update.updates, "group": numbers}
-            return WrongBits(
+            return SilentDataCorruption(
                 evidence.OPTIMIZER, step, where, (self.rank,), unlike_bits, judge, tensors, details, recomputed is None
             )
 

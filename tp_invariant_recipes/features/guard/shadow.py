@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tp_invariant_recipes.features.guard.judge import WrongBits
+from tp_invariant_recipes.features.guard.judge import SilentDataCorruption
 from tp_invariant_recipes.features.guard.memory import (
     BACKWARD,
     FORWARD,
@@ -111,9 +111,9 @@ class Shadow:
         first, second = own.events(), shadow.events()
         pairs = self._pairs(first, second, group)
 
-        def recompute(*, side_by_side: bool) -> list["ReplicaPair"]:
+        def recompute(*, in_one_launch: bool) -> list["ReplicaPair"]:
             """Compute this rank's data shard and the shadow again, and compare with what it computed before."""
-            if side_by_side:
+            if in_one_launch:
                 depth, sites = max(pair.depth for pair in pairs) + 1, BatchedSite.from_sites(self.site, there)
                 both = self._isolated(run, kwargs, _joined(own_batches, shadow_batches), sites, count, held, parts=2)
                 unlike = [first_unlike(added(first, second, both.events())[:depth], both.events()[:depth])]
@@ -293,10 +293,10 @@ class Suspicion:
     judge: str | None
     pairs: tuple[dict[str, Any], ...]
 
-    def wrong_bits(self, step: int) -> WrongBits:
+    def wrong_bits(self, step: int) -> SilentDataCorruption:
         """To be reported."""
         details = {"pairs": list(self.pairs)}
-        return WrongBits(evidence.SHADOW, step, self.where, self.ranks, judge=self.judge, details=details)
+        return SilentDataCorruption(evidence.SHADOW, step, self.where, self.ranks, judge=self.judge, details=details)
 
 
 def of_replicas(pairs: Iterable[ReplicaPair], group: Sequence[int], stage: int) -> Suspicion | None:

@@ -25,7 +25,7 @@ from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
 from tp_invariant_recipes.runs.run_dir import RunDir, writing
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 WRITTEN = "written"  # key of OUT.meta.json: hash and number of OUT's lines
 WHOLE = ("ranks",)  # columns of whole numbers
@@ -58,7 +58,7 @@ def check_unchanged(out: Path) -> None:
     before = read_json(meta(out)) if out.exists() else None
     if isinstance(before, dict) and before.get(WRITTEN) != (now := described(out)):
         raise RunError(
-            f"{out} was changed since tpi wrote it: it has {counted(now['lines'], 'line')} and another hash "
+            f"{out} was changed since tpi wrote it: it has {plural(now['lines'], 'line')} and another hash "
             f"than {meta(out).name} says; remove it to compute it again, or choose another --out FILE"
         )
 

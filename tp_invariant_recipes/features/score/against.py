@@ -14,7 +14,7 @@ from tp_invariant_recipes.features.score import difference, engine_scores, vocab
 from tp_invariant_recipes.features.score.difference import Columns
 from tp_invariant_recipes.features.score.engine_scores import Rollout
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 CONTEXT = 8  # tokens before one that is shown in its text
 
@@ -109,12 +109,12 @@ class EngineDifference:
 
     def _not_compared(self) -> str:
         """Return the end of the verdict: what was scored and not compared; empty: nothing."""
-        parts = [f"{counted(self.not_in_file, 'sequence', ',')} that the file lacks"] if self.not_in_file else []
+        parts = [f"{plural(self.not_in_file, 'sequence', ',')} that the file lacks"] if self.not_in_file else []
         if self.without_value:
-            parts.append(f"{counted(self.without_value, 'token', ',')} without a value")
+            parts.append(f"{plural(self.without_value, 'token', ',')} without a value")
         text = f"; not compared, of {self.scored:,} scored tokens: {' and '.join(parts)}" if parts else ""
         if self.not_in_scores:
-            text += f"; {counted(self.not_in_scores, 'row', ',')} of sequences that were not scored"
+            text += f"; {plural(self.not_in_scores, 'row', ',')} of sequences that were not scored"
         return text
 
 

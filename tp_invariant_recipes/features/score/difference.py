@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tp_invariant_recipes.features.score.engine_scores import LEAST
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 LOW, HIGH = 0.8, 1.25  # of a probability ratio that leaves no clip range untouched
 WORST = 20
@@ -129,7 +129,7 @@ def _units(columns: Columns) -> Iterator[str]:
             yield f"the engine's values are {what}"
             return
     if (engine > 0).any():
-        yield f"{counted(int((engine > 0).sum()), 'value')} of the engine above 0: none is a log-probability"
+        yield f"{plural(int((engine > 0).sum()), 'value')} of the engine above 0: none is a log-probability"
 
 
 def _special_values(columns: Columns) -> tuple[list[str], Columns]:
@@ -139,7 +139,7 @@ def _special_values(columns: Columns) -> tuple[list[str], Columns]:
     minus = columns.engine <= LEAST
     ends = f", {int((zero & last).sum())} of them the last of a sequence" if (zero & last).any() else ""
     found = [
-        f"{counted(int(tokens.sum()), 'token')} with {value}{why}"
+        f"{plural(int(tokens.sum()), 'token')} with {value}{why}"
         for tokens, value, why in (
             (
                 zero,
@@ -164,7 +164,7 @@ def _few_tokens(size: np.ndarray) -> Iterator[str]:
     number = int(np.searchsorted(np.cumsum(largest), EXPLAINED * size.sum())) + 1
     if number <= FEW * len(size):
         yield (
-            f"{counted(number, 'token')} of {len(size)} {'has' if number == 1 else 'have'} {EXPLAINED:.0%} of the "
+            f"{plural(number, 'token')} of {len(size)} {'has' if number == 1 else 'have'} {EXPLAINED:.0%} of the "
             "differences; no cause looked for fits them"
         )
 

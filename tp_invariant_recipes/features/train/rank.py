@@ -21,7 +21,7 @@ def train(
     """
     config, run = run_dir.read_run_config(), run_dir.read_run(RunFile)
     bridge.load()
-    from tp_invariant_recipes.config.identity import experts_separate, optimizer_state
+    from tp_invariant_recipes.config.fingerprint import experts_separate, optimizer_state
     from tp_invariant_recipes.training.callbacks import IndexRecorder, ManifestWriter
 
     parts = run.identity_hash, run.layout, optimizer_state(config)

@@ -12,9 +12,9 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.settings import low_precision
-from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.sizing.memory import estimate
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PlanResult(Result):
             "start": plan.start,
             "of": plan.steps,
             "data_missing": plan.data_missing,
-            "memory": room.as_dict(estimate(plan.composed.config)),
+            "memory": available_memory.as_dict(estimate(plan.composed.config)),
         }
 
 
@@ -61,7 +61,7 @@ def start_lines(plan: Plan) -> Iterator[str | Text]:
         yield resume.completed_text(plan)
         return
     resumed = f", from step {plan.start}" if plan.start else ""
-    ranks, steps = counted(plan.layout.world, f"{plan.device} rank"), counted(plan.steps, "step")
+    ranks, steps = plural(plan.layout.world, f"{plan.device} rank"), plural(plan.steps, "step")
     model = Text(plan.composed.model, style="bold")
     yield model + Text(f" on {ranks}, {steps}{resumed}, numerics={plan.config.numerics.mode}", style="not bold")
     if plan.composed.graphs and plan.device == "gpu":
@@ -86,4 +86,4 @@ def start_lines(plan: Plan) -> Iterator[str | Text]:
 def memory_lines(composed: Composed) -> Iterator[str]:
     """Return the memory of the fullest rank, part by part."""
     yield "memory of the fullest rank, about:"
-    yield from (f"  {line}" for line in room.table(estimate(composed.config)))
+    yield from (f"  {line}" for line in available_memory.table(estimate(composed.config)))

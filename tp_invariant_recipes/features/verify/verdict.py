@@ -23,10 +23,10 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile, ranks
 from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.result import Result
-from tp_invariant_recipes.runs import attempts
-from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs import restarts
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.text import counted, single_line
+from tp_invariant_recipes.runs.sweep_dir import Configuration, Sweep, SweepDir
+from tp_invariant_recipes.text import plural, single_line
 
 SCHEMA = 1
 
@@ -43,7 +43,7 @@ EXIT_STATUS = {verdict.value: status for verdict, status in compare.EXIT_STATUS.
 
 
 @dataclass(frozen=True)
-class CellResult:
+class ConfigurationResult:
     """One cell, or in the first row the ledger that all cells are compared with.
 
     state:      one of the words above, or a comparison's verdict.
@@ -107,7 +107,7 @@ class CellResult:
 
 
 @dataclass(frozen=True)
-class MatrixVerdict(Result):
+class SweepVerdict(Result):
     """The verdict on a matrix.
 
     verdict: "identical", "different", "not comparable" or "incomplete".
@@ -117,8 +117,8 @@ class MatrixVerdict(Result):
     """
 
     directory: Path
-    matrix: Matrix
-    rows: tuple[CellResult, ...]
+    matrix: Sweep
+    rows: tuple[ConfigurationResult, ...]
     verdict: str
     line: str
     remarks: tuple[str, ...]
@@ -126,7 +126,7 @@ class MatrixVerdict(Result):
     interrupted: bool = False
 
     @property
-    def cells(self) -> tuple[CellResult, ...]:
+    def cells(self) -> tuple[ConfigurationResult, ...]:
         """The rows of the runs, without that of another ledger that they are compared with."""
         return self.rows[1 if self.matrix.against else 0 :]
 
@@ -172,7 +172,7 @@ class MatrixVerdict(Result):
             yield f"continue with: {self.advice}"
 
 
-def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> MatrixVerdict:
+def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> SweepVerdict:
     """Compare the cells in a directory of `tpi verify` with the first complete one, or with the ledger of --against.
 
     It writes `verify.json`. against: another path to that ledger, which may have moved. exitfirst: whether cells were
@@ -180,13 +180,13 @@ def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = Fal
     ledger to compare with cannot be read.
     """
     verdict = verdict_on(directory, against, exitfirst=exitfirst)
-    MatrixDir(directory).write(MatrixDir(directory).result, verdict.as_json())
+    SweepDir(directory).write(SweepDir(directory).result, verdict.as_json())
     return verdict
 
 
-def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> MatrixVerdict:
+def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> SweepVerdict:
     """Compare the cells as above, and write nothing."""
-    where = MatrixDir(directory)
+    where = SweepDir(directory)
     matrix = where.read_matrix()
     if against is not None:
         matrix = replace(matrix, against=str(against))
@@ -200,7 +200,7 @@ def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool 
     return _judged(directory, matrix, tuple(rows), exitfirst)
 
 
-def examine(where: MatrixDir, cell: Cell) -> CellResult:
+def examine(where: SweepDir, cell: Configuration) -> ConfigurationResult:
     """Return the state of a cell before it is compared: complete, or the reason why it does not count."""
     run = where.cell(cell.name)
     ledger, state, why = None, REFERENCE, None
@@ -213,13 +213,13 @@ def examine(where: MatrixDir, cell: Cell) -> CellResult:
         state, why = _ended(where, cell, ledger)
     if ledger is not None and why is None and (wrong := _another_run(cell, ledger) or _other_overrides(run, cell)):
         state, why = FAILED, wrong
-    return CellResult(cell.label, run.path, cell.ranks, cell.steps, state, why, ledger, None)
+    return ConfigurationResult(cell.label, run.path, cell.ranks, cell.steps, state, why, ledger, None)
 
 
-def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, str | None]:
+def _ended(where: SweepDir, cell: Configuration, ledger: Ledger | None) -> tuple[str, str | None]:
     run = where.cell(cell.name)
     at = f"at step {len(ledger.steps) if ledger else 0} of {cell.steps}"
-    so_far = attempts.read_attempts(run)
+    so_far = restarts.read_restarts(run)
     if so_far and so_far[-1].outcome == STOPPED:
         return STOPPED, at
     if so_far and so_far[-1].outcome == FAILED:
@@ -232,7 +232,7 @@ def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, st
     return REFERENCE, None
 
 
-def _another_run(cell: Cell, ledger: Ledger) -> str | None:
+def _another_run(cell: Configuration, ledger: Ledger) -> str | None:
     """Why a complete ledger is not the cell's own: a copy of another cell's ledger would prove nothing."""
     header = ledger.header
     planned = {"identity": cell.identity_hash, "layout": cell.layout, "numerics": cell.numerics}
@@ -251,7 +251,7 @@ def _another_run(cell: Cell, ledger: Ledger) -> str | None:
 _OF_A_PLACE = ("run", "launcher", "slurm", "cluster", "checkpoint", "save", "ledger", "logging", "logger", "numerics")
 
 
-def _other_overrides(run: RunDir, cell: Cell) -> str | None:
+def _other_overrides(run: RunDir, cell: Configuration) -> str | None:
     """Why a run is not the cell's own, though its identity, layout and numerics are: overrides choose kernels, too."""
     try:
         trained = run.read_run(RunFile).overrides
@@ -265,7 +265,7 @@ def _other_overrides(run: RunDir, cell: Cell) -> str | None:
     return f"it was trained with other overrides than planned: {named}" if named else None
 
 
-def _reference(path: Path) -> CellResult:
+def _reference(path: Path) -> ConfigurationResult:
     against, here = Path(os.path.expanduser(path)), Path.cwd()  # Path.expanduser raises where a user is unknown
     if against.is_relative_to(here):
         against = against.relative_to(here)  # the path that people would type
@@ -274,19 +274,19 @@ def _reference(path: Path) -> CellResult:
     except LedgerError as error:
         raise LedgerError(f"{error}; name it again: --against FILE") from error
     run = against if against.is_dir() else ledger.path
-    return CellResult(
+    return ConfigurationResult(
         str(run_name(ledger)), run, ranks(ledger.header.layout), len(ledger.steps), REFERENCE, None, ledger, None
     )
 
 
-def _compared(row: CellResult, reference: CellResult) -> CellResult:
+def _compared(row: ConfigurationResult, reference: ConfigurationResult) -> ConfigurationResult:
     if row is reference or row.why is not None or row.ledger is None or reference.ledger is None:
         return row
     comparison = compare.compare(reference.ledger, row.ledger)
     return replace(row, state=comparison.verdict.value, comparison=comparison)
 
 
-def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitfirst: bool) -> MatrixVerdict:
+def _judged(directory: Path, matrix: Sweep, rows: tuple[ConfigurationResult, ...], exitfirst: bool) -> SweepVerdict:
     compared = [row for row in rows if row.comparison is not None]
     firsts = [
         (row.comparison.first.step, n) for n, row in enumerate(compared) if row.comparison and row.comparison.first
@@ -302,15 +302,15 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitf
     if not_run:
         labels = ", ".join(row.label for row in not_run)
         facts = (*facts, f"--exitfirst: {labels} did not run; {retry} trains the rest.")
-    return MatrixVerdict(directory, matrix, rows, verdict, line, facts, advice)
+    return SweepVerdict(directory, matrix, rows, verdict, line, facts, advice)
 
 
 def _verdict(
-    matrix: Matrix,
-    compared: list[CellResult],
-    faulty: list[CellResult],
-    different: CellResult | None,
-    reference: CellResult,
+    matrix: Sweep,
+    compared: list[ConfigurationResult],
+    faulty: list[ConfigurationResult],
+    different: ConfigurationResult | None,
+    reference: ConfigurationResult,
 ) -> tuple[str, str]:
     if faulty or not compared:
         states = {state: [row.label for row in faulty if row.state == state] for state in (FAILED, STOPPED, NOT_RUN)}
@@ -332,7 +332,7 @@ def _verdict(
     return Verdict.IDENTICAL.value, (f"identical: {matrix} {are} bitwise identical{against} over {_extent(compared)}")
 
 
-def _extent(compared: list[CellResult]) -> str:
+def _extent(compared: list[ConfigurationResult]) -> str:
     """Describe the extent of the smallest of these comparisons, as "100 steps (loss, …)"."""
     comparisons = [row.comparison for row in compared if row.comparison is not None]
     shortest = min(comparisons, key=lambda comparison: comparison.steps_compared)
@@ -345,19 +345,19 @@ def _extent(compared: list[CellResult]) -> str:
         ),
     )
     steps, total = shortest.steps_compared, shortest.steps_total
-    extent = counted(steps, "step") if steps == total else f"{steps} of {counted(total, 'step')}"
+    extent = plural(steps, "step") if steps == total else f"{steps} of {plural(total, 'step')}"
     limits = "" if least.steps_digested else "; gradients and weights themselves were not compared"
     skipped = f"; {shortest.steps_skipped} of them skipped" if shortest.steps_skipped else ""
     return f"{extent} ({compared_values(least)}{limits}){skipped}"
 
 
-def _different(row: CellResult, reference: CellResult) -> str:
+def _different(row: ConfigurationResult, reference: ConfigurationResult) -> str:
     assert row.comparison is not None  # chosen for its first difference
     where = verdict_line(row.comparison).removeprefix(Verdict.DIFFERENT.value)
     return f"different: {row.label} is not bitwise identical to {reference.label}{where}"
 
 
-def _not_comparable(compared: list[CellResult], reference: CellResult) -> str:
+def _not_comparable(compared: list[ConfigurationResult], reference: ConfigurationResult) -> str:
     row = next(row for row in compared if row.state == Verdict.NOT_COMPARABLE.value)
     assert row.comparison is not None  # among those compared
     return f"{verdict_line(row.comparison)} ({reference.label} and {row.label})"
@@ -366,7 +366,7 @@ def _not_comparable(compared: list[CellResult], reference: CellResult) -> str:
 _WAS = {FAILED: "failed", STOPPED: "was stopped", NOT_RUN: "did not run"}
 
 
-def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[str, ...]:
+def _remarks(rows: tuple[ConfigurationResult, ...], compared: list[ConfigurationResult]) -> tuple[str, ...]:
     why = [f"{row.label} {_WAS[row.state]}: {row.why}" for row in rows if row.why and "\n" in row.why]
     stopped = [
         f"{row.label}: continue it (tpi train --resume {shlex.quote(os.fspath(row.run))}), then judge again "
@@ -385,13 +385,13 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
     return (*why, *stopped, *sentences)
 
 
-def _next_command(reference: CellResult, different: CellResult) -> str:
+def _next_command(reference: ConfigurationResult, different: ConfigurationResult) -> str:
     """Get the next command for two runs that differ: bisect for run directories that differ at a step, else compare."""
     first = different.comparison.first if different.comparison else None
     can = first is not None and first.step > 0 and reference.run.is_dir() and different.run.is_dir()
     return shlex.join(["tpi", "bisect" if can else "compare", os.fspath(reference.run), os.fspath(different.run)])
 
 
-def _row(row: CellResult) -> dict[str, Any]:
+def _row(row: ConfigurationResult) -> dict[str, Any]:
     comparison = None if row.comparison is None else report((row.comparison,))["comparisons"][0]
     return row.as_dict() | {"text": row.words, "comparison": comparison}

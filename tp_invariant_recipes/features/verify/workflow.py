@@ -10,23 +10,23 @@ from typing import Any
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import Override, check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError, refuse
-from tp_invariant_recipes.features.verify.cells import (
+from tp_invariant_recipes.features.verify.configurations import (
     Choice,
     Problems,
-    cell_of,
-    compose_cells,
+    compose_configurations,
     compose_each,
+    configuration_of,
     environments,
+    fitting_choices,
     identities,
     lengths,
     named,
-    plan_cells,
+    plan_configurations,
     spread,
-    that_fit,
     with_enough_shards,
     with_equal_shards,
 )
-from tp_invariant_recipes.features.verify.verdict import PASSED, STOPPED, MatrixVerdict, judge, verdict_on
+from tp_invariant_recipes.features.verify.verdict import PASSED, STOPPED, SweepVerdict, judge, verdict_on
 from tp_invariant_recipes.launch import plan, trust
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
@@ -36,13 +36,13 @@ from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.ledger.schema import Header, canonical, identity_differences
+from tp_invariant_recipes.ledger.schema import Header, canonical, fingerprint_differences
 from tp_invariant_recipes.runs.checkpoints import ASIDE, move_aside
 from tp_invariant_recipes.runs.lock import locked, locked_empty
-from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.runs.sweep_dir import Configuration, Sweep, SweepDir
 
-__all__ = ["MatrixVerdict", "Verification", "check", "execute", "judge", "new", "plan_rerun"]
+__all__ = ["SweepVerdict", "Verification", "check", "execute", "judge", "new", "plan_rerun"]
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Verification:
     rerun: whether there was an earlier verify.
     """
 
-    directory: MatrixDir
-    matrix: Matrix
+    directory: SweepDir
+    matrix: Sweep
     plans: dict[str, Plan]
     anew: frozenset[str] = frozenset()
     rerun: bool = False
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[Configuration, ...]:
         """Return the cells to train."""
         return tuple(cell for cell in self.matrix.cells if cell.name in self.plans)
 
@@ -88,40 +88,40 @@ def new(
             "ledger: --against FILE"
         )
     choices = with_enough_shards(choices, reference)
-    composed, omitted = compose_cells(model, axes, choices, problems, how.here)
+    composed, omitted = compose_configurations(model, axes, choices, problems, how.here)
     before = [choice for choice in choices if choice.label in composed]
     kept = with_equal_shards(before, composed, reference)
     changed, cell_problems = compose_each(model, [choice for choice in kept if choice not in before], how.here)
     cell_problems.raise_any()
     composed |= changed
-    kept, too_large = that_fit(kept, composed, how.here)
+    kept, too_large = fitting_choices(kept, composed, how.here)
     choices = tuple(named(choice, composed[choice.label]) for choice in kept)
     composed = {choice.label: composed[choice.label] for choice in kept}
     omitted += too_large
-    where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
-    plans = plan_cells(choices, list(composed.values()), where, how)
+    where = SweepDir(choose_for_several(directory, f"verify-{model}"))
+    plans = plan_configurations(choices, list(composed.values()), where, how)
     problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]
     if reference is not None and not problems:
-        differences = identity_differences(reference.header, Header(identity=next(iter(plans.values())).identity))
+        differences = fingerprint_differences(reference.header, Header(identity=next(iter(plans.values())).identity))
         problems = [
             f"--against {reference.path} is of another experiment: {d.field} is {d.a or 'not set'} there and "
             f"{d.b or 'not set'} here"
             for d in differences
         ]
     refuse(problems)
-    cells = tuple(cell_of(choice, plans[choice.name]) for choice in choices)
+    cells = tuple(configuration_of(choice, plans[choice.name]) for choice in choices)
     path = None if against is None else str(against.expanduser().absolute())
-    return Verification(where, Matrix(model, texts(requested), axes, cells, path, omitted), plans)
+    return Verification(where, Sweep(model, texts(requested), axes, cells, path, omitted), plans)
 
 
 def plan_rerun(
     directory: Path, *, against: Path | None = None, how: Planning = TO_TRAIN
-) -> Verification | MatrixVerdict:
+) -> Verification | SweepVerdict:
     """Plan the configurations of an earlier verify that did not pass; the verdict if all have. against: as for `judge`.
 
     A stopped cell goes on from its checkpoint, others begin anew. TpiError: one would be another run than planned.
     """
-    where = MatrixDir(directory)
+    where = SweepDir(directory)
     requested = where.read_matrix()
     trust.require(directory, requested)
     if against is not None:
@@ -141,7 +141,7 @@ def plan_rerun(
     return Verification(where, requested, plans, anew, rerun=True)
 
 
-def _device(where: MatrixDir, requested: Matrix) -> str:
+def _device(where: SweepDir, requested: Sweep) -> str:
     """Return the device of the cells that have run; where none has, what is here."""
     for cell in requested.cells:
         with suppress(RunError):
@@ -149,7 +149,7 @@ def _device(where: MatrixDir, requested: Matrix) -> str:
     return plan.detect_device()
 
 
-def _replanned(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, device: str | None) -> Plan:
+def _replanned(requested: Sweep, cell: Configuration, where: SweepDir, how: Planning, device: str | None) -> Plan:
     """Return the plan of a cell that begins anew; device None: goes on. ConfigError: it would be another run."""
     run = where.cell(cell.name)
     if device is None:
@@ -158,7 +158,7 @@ def _replanned(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, d
     else:
         composed = compose(requested.model, cell.overrides, device=device)
         planned = replace(plan.resolve(composed, run, how), attempts=None)
-    now = cell_of(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
+    now = configuration_of(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
     if changed := [
         name for name in ("identity_hash", "layout", "numerics", "steps") if _field(now, name) != _field(cell, name)
     ]:
@@ -166,7 +166,7 @@ def _replanned(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, d
     return planned
 
 
-def _field(cell: Cell, name: str) -> str:
+def _field(cell: Configuration, name: str) -> str:
     """Return a field as JSON, since one of the cells was read from a file."""
     return canonical(getattr(cell, name))
 
@@ -182,19 +182,19 @@ def check(verification: Verification) -> None:
     cell_problems.raise_any()
 
 
-def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> MatrixVerdict:
+def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> SweepVerdict:
     """Write the directory, train the cells one after the other, and judge them. Raises RunError.
 
     exitfirst: end with the first cell that fails or differs. watch: takes a cell's label and plan, shows its progress.
     """
     where = verification.directory
     with (locked if verification.rerun else locked_empty)(where):
-        interrupted = train_cells(verification, watch, exitfirst=exitfirst)
+        interrupted = train_configurations(verification, watch, exitfirst=exitfirst)
         verdict = judge(where.path, _against_path(verification.matrix), exitfirst=exitfirst)
         return replace(verdict, interrupted=interrupted)
 
 
-def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> bool:
+def train_configurations(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> bool:
     """Write the matrix and train its cells in turn; whether Ctrl-C ended it. The caller holds the directory's lock."""
     where = verification.directory
     with _interruptible() as stop:
@@ -213,17 +213,17 @@ def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = F
     return False
 
 
-def _passes(verification: Verification, cell: Cell) -> bool:
+def _passes(verification: Verification, cell: Configuration) -> bool:
     where = verification.directory
     rows = verdict_on(where.path, _against_path(verification.matrix)).rows
     return next(row.state for row in rows if row.run == where.cell(cell.name).path) in PASSED
 
 
-def _against_path(requested: Matrix) -> Path | None:
+def _against_path(requested: Sweep) -> Path | None:
     return None if requested.against is None else Path(requested.against)
 
 
-def _set_aside(where: MatrixDir, cell: Cell) -> None:
+def _set_aside(where: SweepDir, cell: Configuration) -> None:
     """Move what an earlier verify left of a cell to `set-aside/`. Raises RunError: somebody trains there."""
     run = where.cell(cell.name)
     if not run.path.exists():
@@ -236,7 +236,7 @@ def _set_aside(where: MatrixDir, cell: Cell) -> None:
             raise RunError(f"cannot move {run.path} to {aside}: {error.strerror or error}") from error
 
 
-def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
+def _train(cell: Configuration, planned: Plan, watch: Watch) -> Ended | None:
     """Return the end of a cell's run; None: it failed, and its run directory has the reason."""
     from tp_invariant_recipes.features.train import rank
     from tp_invariant_recipes.launch import train

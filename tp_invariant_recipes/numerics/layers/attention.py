@@ -153,7 +153,7 @@ def attention(
     # each kernel of each for up to a second.
     graded = torch.is_grad_enabled()
     case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings(), graded)
-    trial = partial(trial_passes, core, query, key, value, mask, shards, *more, graded=graded)
+    trial = partial(check_passes, core, query, key, value, mask, shards, *more, graded=graded)
     batched = tried(_batched_is_exact, case, query, trial)
     if batched and shards > 1 and checking():
         return _Checked.apply(core, mask, shards, query, key, value, *more)
@@ -186,7 +186,7 @@ def attention_of_each(
         )
 
     def trial() -> bool:
-        tried_on = (made[:3] for made, _ in trial_operands(query, key, value))
+        tried_on = (made[:3] for made, _ in check_operands(query, key, value))
         return all(same((looped(*trial_inputs),), (in_one_launch(*trial_inputs),)) for trial_inputs in tried_on)
 
     case = ("of each", shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
@@ -207,7 +207,7 @@ def _defined(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, s
     return torch.cat([_batched(core, dense(q), dense(k), dense(v), mask, 1, *s) for q, k, v, *s in parts], -1)
 
 
-def trial_operands(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Operands, torch.Generator]]:
+def check_operands(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Operands, torch.Generator]]:
     """Yield the operands of each trial, of these shapes, and what draws more of them."""
     generator = torch.Generator(query.device).manual_seed(0)
     for fill in TRIALS:
@@ -221,11 +221,11 @@ def trial_operands(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[
         yield operands, generator
 
 
-def trial_passes(
+def check_passes(
     core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor, graded: bool = True
 ) -> bool:
     """Try both forms on operands of these shapes. graded: also their backward passes."""
-    for operands, generator in trial_operands(query, key, value):
+    for operands, generator in check_operands(query, key, value):
         scores = [torch.empty_like(sink).normal_(generator=generator) for sink in sinks]
         outcome_of = partial(
             outcome, core=core, operands=operands, mask=mask, shards=shards, sinks=scores, graded=graded

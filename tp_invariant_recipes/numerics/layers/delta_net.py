@@ -19,7 +19,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.delta_rule import CHUNK, EPSILON, Heads, delta_rule_backward, delta_rule_forward
 from tp_invariant_recipes.kernels.row_sums import folding_sum
-from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side
+from tp_invariant_recipes.numerics.layers.mamba import by_shard, joined_shards
 
 
 def gated_delta_rule(x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor, sizes: Heads) -> Tensor:
@@ -37,7 +37,7 @@ def gated(x: Tensor, z: Tensor, shards: int) -> Tensor:
     if x.is_cuda:
         return _gated(x, z)
     parts = zip(by_shard([x], shards), by_shard([z], shards), strict=True)
-    return side_by_side(torch.stack([_gated(*part) for part in parts]))
+    return joined_shards(torch.stack([_gated(*part) for part in parts]))
 
 
 def _gated(x: Tensor, z: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from tp_invariant_recipes.numerics.layers.formats import Format
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.layers.norm import Norm, check_rows
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum
+from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerSum
 from tp_invariant_recipes.numerics.sums.tree import Reducing, all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad
 

@@ -36,7 +36,7 @@ def by_shard(segments: Sequence[Tensor], shards: int, dim: int = -1) -> Tensor:
     return torch.cat(parts, dim if dim < 0 else dim + 1) if len(parts) > 1 else parts[0].contiguous()
 
 
-def side_by_side(shards: Tensor) -> Tensor:
+def joined_shards(shards: Tensor) -> Tensor:
     """[n, …, f] → […, n · f]."""
     return shards.movedim(0, -2).flatten(-2)
 

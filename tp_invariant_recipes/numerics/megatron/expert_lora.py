@@ -24,7 +24,7 @@ from megatron.bridge.peft.utils import (
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.layers.experts.expert_adapters import adapter_linear
-from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import ExpertHosts
 from tp_invariant_recipes.numerics.layers.experts.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.router import InvariantSequentialMLP
@@ -40,12 +40,12 @@ class _OfExperts:
     dim: int
 
     @cached_property
-    def owners(self) -> Owners:
+    def owners(self) -> ExpertHosts:
         """Looked up once, when the layer first runs."""
         from megatron.core import parallel_state
 
         tp, ep = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_model_parallel_group()
-        return Owners.from_config(self.config, tp, ep)
+        return ExpertHosts.from_config(self.config, tp, ep)
 
     def forward(self, x: Tensor, batches: Batches) -> Tensor:
         """Compute what is added to the product of all experts: [r, k] → [r, n]."""

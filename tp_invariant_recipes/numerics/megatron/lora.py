@@ -30,7 +30,7 @@ from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.linear import gathered_linear
 from tp_invariant_recipes.numerics.megatron import expert_lora as expert_adapters
 from tp_invariant_recipes.numerics.megatron import init
-from tp_invariant_recipes.numerics.megatron.attention.latent_attention import DuplicatedLinear
+from tp_invariant_recipes.numerics.megatron.attention.mla import DuplicatedLinear
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.megatron.covered_layers import ROW_PARALLEL
 from tp_invariant_recipes.numerics.megatron.families.mamba import uniform

@@ -82,7 +82,7 @@ ROWS = (
         "a specification builds shared experts by name, and the gradient of their gate is a sum over tokens",
         wraps=False),
     ReplacementRow("megatron.bridge.models.gpt_provider:mtp_block_spec",
-        "numerics.megatron.multi_token:invariant_block",
+        "numerics.megatron.mtp:invariant_block",
         "Bridge builds the layers of MTP by name"),
     # --- The norm of the gradient, and clipping ---
     *(
@@ -144,9 +144,9 @@ ROWS = (
     ReplacementRow("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
         "numerics.sums.step_values:metrics_summed", _ROUTER, settings=("data_shards",), when=_bridges_loop),
     ReplacementRow("megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
-        "numerics.megatron.multi_token:separate_losses", _DEPTHS, when=_bridges_loop),
+        "numerics.megatron.mtp:separate_losses", _DEPTHS, when=_bridges_loop),
     ReplacementRow("megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
-        "numerics.megatron.multi_token:losses_summed", _DEPTHS, settings=("data_shards",), when=_bridges_loop),
+        "numerics.megatron.mtp:losses_summed", _DEPTHS, settings=("data_shards",), when=_bridges_loop),
     # --- Sequences that share a row ---
     *(
         ReplacementRow(
@@ -163,14 +163,14 @@ ROWS = (
         "numerics.megatron.attention.packed:loss_of_each", "so would the logged loss", when=_bridges_loop),
     # --- The part of a sequence that a rank has ---
     ReplacementRow("megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
-        "numerics.megatron.attention.core_attention:batch_of_a_rank",
+        "numerics.megatron.attention.core_attention:rank_batch",
         "tokens lie context shard by context shard, on one rank too", settings=("context_shards",),
         when=_cuts_sequences),
     ReplacementRow("megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
-        "numerics.megatron.attention.core_attention:rotary_of_a_rank", "so do their positions",
+        "numerics.megatron.attention.core_attention:rank_rotary", "so do their positions",
         settings=("context_shards",), when=_cuts_sequences),
     ReplacementRow("megatron.bridge.training.gpt_step:masked_next_token_loss",
-        "numerics.megatron.attention.core_attention:loss_of_a_rank",
+        "numerics.megatron.attention.core_attention:rank_loss",
         "a rank's tokens would count by their number on that rank", settings=("context_shards",),
         when=_cuts_sequences),
     # --- Functions that torch would compile at every start ---

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.utils import get_cudnn_version
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.attention.core_attention import CoreAttention, Mask
-from tp_invariant_recipes.numerics.megatron.attention.latent_attention import DuplicatedForward
+from tp_invariant_recipes.numerics.megatron.attention.mla import DuplicatedForward
 from tp_invariant_recipes.numerics.megatron.base import (
     ColumnForward,
     ExpertsForward,

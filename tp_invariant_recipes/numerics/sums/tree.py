@@ -2,7 +2,7 @@
 
 A rank's shards are a subtree: it adds them, sends one node, and the receiver finishes the same tree. Collectives only
 move bytes; every addition is in kernels/. device.peer_memory has ranks of one host use each other's memory instead
-(numerics/sums/peer_memory.py), with the same bits.
+(numerics/sums/symmetric_memory.py), with the same bits.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum, peers_of
+from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerSum, peers_of
 
 
 @dataclass

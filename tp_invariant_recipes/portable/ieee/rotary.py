@@ -107,7 +107,7 @@ def _series(z: NDArray[np.float64], coefficients: tuple[float, ...]) -> NDArray[
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """x turned by the positions' angles; backward: the gradient of x for x as gradient.
+    """x rotated by the positions' angles; backward: the gradient of x for x as gradient.
 
     x:        [s, b, heads, d] bf16 or fp32; the first 2k of d are rotated, the others stay.
     cos, sin: [s or more, k] fp32, contiguous, on x's device.
@@ -121,12 +121,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tenso
 
 
 @elementwise
-def turned(x1, x2, cos, sin):
-    """Return the pair (x1, x2) turned."""
+def rotated(x1, x2, cos, sin):
+    """Return the pair (x1, x2), rotated."""
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
-_turned = numba_version("turned")
+_rotated = numba_version("rotated")
 
 
 @cpu_loop
@@ -138,7 +138,7 @@ def _rotate_loop(x: Any, cos: Any, sin: Any, y: Any) -> None:
             x1, x2, rest = x[position, row, :half], x[position, row, half : 2 * half], x[position, row, 2 * half :]
             y1, y2, out = y[position, row, :half], y[position, row, half : 2 * half], y[position, row, 2 * half :]
             for i in range(half):
-                a, b = _turned(widened(x1[i]), widened(x2[i]), c[i], s[i])
+                a, b = _rotated(widened(x1[i]), widened(x2[i]), c[i], s[i])
                 y1[i], y2[i] = stored(a, y), stored(b, y)
             for i in range(rest.size):
                 out[i] = stored(widened(rest[i]), y)
@@ -166,7 +166,7 @@ def _ieee_rotary(
     at = (row * WIDTH)[:, None] + column[None, :]
     angle = (row // rows_of_position * HALF)[:, None] + column[None, :]
     c, s = tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0)
-    y1, y2 = turned(load_fp32(x + at, inside), load_fp32(x + at + HALF, inside), c, s)
+    y1, y2 = rotated(load_fp32(x + at, inside), load_fp32(x + at + HALF, inside), c, s)
     store_rounded(y + at, y1, inside)
     store_rounded(y + at + HALF, y2, inside)
     if WIDTH > 2 * HALF:

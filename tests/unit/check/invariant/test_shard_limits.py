@@ -7,8 +7,8 @@ from tests.unit.comparison.ledgers import ledger
 from tp_invariant_recipes.comparison.compare import compare
 from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.config.compose import compose as composed
-from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS, Header, identity_differences
+from tp_invariant_recipes.config.fingerprint import fingerprint
+from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS, Header, fingerprint_differences
 from tp_invariant_recipes.numerics.layers.attention import HeadExchange
 from tp_invariant_recipes.numerics.sums import data_shards
 from tp_invariant_recipes.observe.placement import Site
@@ -33,15 +33,15 @@ def composed_config(*overrides, model="qwen3_toy"):
 def test_the_default_is_the_degree(key, overrides, shards):
     config = composed_config(*overrides)
     assert config.at(key) == shards
-    assert identity(config, None).get(key) == shards
+    assert fingerprint(config, None).get(key) == shards
 
 
 @pytest.mark.parametrize("key", (DATA_SHARDS, CONTEXT_SHARDS))
 def test_runs_of_other_shards_are_not_comparable_and_the_key_is_named(key):
     two, four, stock = (Header(identity={"rng.seed": 1} | shards) for shards in ({key: 2}, {key: 4}, {}))
-    (difference,) = identity_differences(two, four)
+    (difference,) = fingerprint_differences(two, four)
     assert (difference.field, difference.a, difference.b) == (key, "2", "4")
-    assert identity_differences(two, stock) == ()
+    assert fingerprint_differences(two, stock) == ()
     line = verdict_line(compare(ledger(header=two), ledger(header=four)))
     assert line.endswith(f"{key} is 2 and 4; train both with {key}=4")
 
@@ -49,7 +49,7 @@ def test_runs_of_other_shards_are_not_comparable_and_the_key_is_named(key):
 def test_micro_batches_are_no_part_of_the_identity():
     for numerics in ("tree", "stock"):
         first, second = (
-            identity(composed_config("gbs=8", f"mbs={mbs}", f"numerics={numerics}"), None) for mbs in (1, 4)
+            fingerprint(composed_config("gbs=8", f"mbs={mbs}", f"numerics={numerics}"), None) for mbs in (1, 4)
         )
         assert first == second
 

@@ -12,7 +12,8 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import Interrupted, RunError
 from tp_invariant_recipes.features.audit import reference as audit_reference
-from tp_invariant_recipes.features.audit.cells import MOST, Covering, pairs, shrunk
+from tp_invariant_recipes.features.audit.audit_run import ConcurrentRuns
+from tp_invariant_recipes.features.audit.configurations import MOST, Covering, pairs, shrunk
 from tp_invariant_recipes.features.audit.result import (
     BEYOND,
     DIFFERS,
@@ -21,9 +22,8 @@ from tp_invariant_recipes.features.audit.result import (
     NOT_JUDGED,
     WHOLE,
     WITHIN,
-    Trial,
+    AuditRun,
 )
-from tp_invariant_recipes.features.audit.trial import SideBySide
 from tp_invariant_recipes.launch.ranks import Stop
 
 AXES = (
@@ -77,7 +77,7 @@ def test_a_fault_is_shrunk_to_its_cause(cause):
     assert len(tried) == len(cell)
 
 
-WRONG = Trial(("tp=2",), BEYOND, "text", "gradients decoder.layers.1.mlp.experts.7.linear_fc2", 1.0)
+WRONG = AuditRun(("tp=2",), BEYOND, "text", "gradients decoder.layers.1.mlp.experts.7.linear_fc2", 1.0)
 
 
 def test_one_fault_is_that_of_a_tensor_in_any_layer_and_the_same_known_one():
@@ -109,7 +109,7 @@ def test_calls_run_at_the_same_time_and_each_returns_its_own():
             time.sleep(0.01)
         return own, os.getpid()
 
-    calls = SideBySide(Stop())
+    calls = ConcurrentRuns(Stop())
     calls.start("a", lambda: met("a", "b"))
     calls.start("b", lambda: met("b", "a"))
     assert calls.keys == ["a", "b"]
@@ -121,7 +121,7 @@ def test_calls_run_at_the_same_time_and_each_returns_its_own():
 
 @pytest.mark.parametrize("number, words", ((None, "ZeroDivisionError"), (signal.SIGKILL, "was killed")))
 def test_a_defect_or_a_kill_ends_the_others_and_is_an_error(number, words):
-    calls = SideBySide(Stop())
+    calls = ConcurrentRuns(Stop())
     calls.start("long", lambda: time.sleep(60))
     calls.start("wrong", lambda: 1 // 0 if number is None else os.kill(os.getpid(), number))
     with pytest.raises(RunError, match=words):
@@ -132,7 +132,7 @@ def test_a_defect_or_a_kill_ends_the_others_and_is_an_error(number, words):
 @pytest.mark.parametrize("stops", (lambda: time.sleep(60), lambda: (_ for _ in ()).throw(Interrupted)))
 def test_a_stop_is_passed_on_and_ends_all(stops):
     stop = Stop(requests=1)
-    calls = SideBySide(stop)
+    calls = ConcurrentRuns(stop)
     calls.start("a", stops)
     calls.start("b", stops)
     with pytest.raises(Interrupted):

@@ -25,7 +25,7 @@ from tp_invariant_recipes.features.audit.resume_result import (
 )
 from tp_invariant_recipes.ledger.schema import StepRecord
 from tp_invariant_recipes.patches import faults
-from tp_invariant_recipes.runs.matrix_dir import AuditDir, RankRecord
+from tp_invariant_recipes.runs.sweep_dir import AuditDir, RankRecord
 
 
 class TopKRouter(torch.nn.Module):

@@ -11,20 +11,20 @@ import pytest
 from tests.ledgers import record, write
 from tp_invariant_recipes.config.overrides import parse_all, texts
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.features.verify import cells
+from tp_invariant_recipes.features.verify import configurations
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, StepRecord
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs.sweep_dir import Axis, Configuration, Sweep, SweepDir
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 
 def spread_cells(*overrides: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[str]]:
     problems: list[str] = []
-    _, choices = cells.spread(parse_all(overrides), problems)
+    _, choices = configurations.spread(parse_all(overrides), problems)
     return [(choice.name, choice.label, texts(choice.overrides)) for choice in choices], problems
 
 
@@ -175,26 +175,28 @@ RUN_FILE = RunFile(
 ).as_json()
 
 
-def a_matrix(folder: Path, *degrees: int, mode: str = "tree", against: str | None = None) -> MatrixDir:
+def a_matrix(folder: Path, *degrees: int, mode: str = "tree", against: str | None = None) -> SweepDir:
     """A directory whose cells have not run."""
     cells = tuple(
-        Cell(f"tp{tp}", f"tp={tp}", (f"tp={tp}",), tp, 3, HEADER.identity_hash, cell_layout(tp), {"mode": mode})
+        Configuration(
+            f"tp{tp}", f"tp={tp}", (f"tp={tp}",), tp, 3, HEADER.identity_hash, cell_layout(tp), {"mode": mode}
+        )
         for tp in degrees
     )
-    where = MatrixDir(folder)
+    where = SweepDir(folder)
     axes = (Axis("tp", tuple(map(str, degrees))),)
-    where.write_matrix(Matrix("qwen3_toy", (f"tp={','.join(map(str, degrees))}",), axes, cells, against))
+    where.write_matrix(Sweep("qwen3_toy", (f"tp={','.join(map(str, degrees))}",), axes, cells, against))
     for cell in cells:  # as `tpi submit --verify` does
         run = where.cell(cell.name)
         run.write(run.run, RUN_FILE | {"overrides": [*cell.overrides, f"run.dir={run.path}", "launcher=slurm"]})
     return where
 
 
-def run_cell(where: MatrixDir, tp: int, steps: int = 3, mode: str = "tree", **changes) -> None:
+def run_cell(where: SweepDir, tp: int, steps: int = 3, mode: str = "tree", **changes) -> None:
     write_ledger(where.cell(f"tp{tp}").ledger, cell_header(tp, mode), steps, **changes)
 
 
-def trained(folder: Path, *degrees: int, mode: str = "tree", against: str | None = None, **changes: dict) -> MatrixDir:
+def trained(folder: Path, *degrees: int, mode: str = "tree", against: str | None = None, **changes: dict) -> SweepDir:
     """A directory whose cells have run. changes: of cells' second steps, as in `tp2={"loss": OTHER}`; None: not run."""
     where = a_matrix(folder, *degrees, mode=mode, against=against)
     for tp in degrees:
@@ -261,7 +263,7 @@ FAULTS = {
 }
 
 
-def faults(folder: Path) -> Iterator[tuple[str, MatrixDir]]:
+def faults(folder: Path) -> Iterator[tuple[str, SweepDir]]:
     for second, changes in (("", {}), (" beside a difference", LOSS)):
         for number, (fault, (steps, plant)) in enumerate(FAULTS.items()):
             if not second or number % 4 == 0:
@@ -270,7 +272,7 @@ def faults(folder: Path) -> Iterator[tuple[str, MatrixDir]]:
                 yield f"{fault}{second}", where
 
 
-def matrices(folder: Path) -> Iterator[tuple[str, MatrixDir]]:
+def matrices(folder: Path) -> Iterator[tuple[str, SweepDir]]:
     yield "equal runs", trained(folder / "equal", 1, 2, 4)
     digests = {"weights": {PARAMETERS[0].name: "0" * 32, PARAMETERS[1].name: f"{2:032x}"}}
     yield "two that differ", trained(folder / "two", 1, 2, 4, tp2=digests, tp4=digests)
@@ -291,12 +293,12 @@ def matrices(folder: Path) -> Iterator[tuple[str, MatrixDir]]:
         yield f"one was {title} after its last step", where
 
 
-def ledgers(folder: Path) -> Iterator[tuple[str, MatrixDir]]:
+def ledgers(folder: Path) -> Iterator[tuple[str, SweepDir]]:
     """Cells that are compared with another ledger."""
     folder.mkdir()
     file = str(folder / "other.jsonl")
 
-    def against(header: Header, steps: int = 3, *degrees: int, mode: str = "tree", **changes) -> MatrixDir:
+    def against(header: Header, steps: int = 3, *degrees: int, mode: str = "tree", **changes) -> SweepDir:
         Path(file).unlink(missing_ok=True)
         write_ledger(Path(file), header, steps, **changes)
         return trained(folder / f"{len([*folder.iterdir()])}", *(degrees or (1, 2)), mode=mode, against=file)

@@ -11,10 +11,10 @@ import pytest
 from tests import ledgers
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.verify import workflow as verify
-from tp_invariant_recipes.features.verify.verdict import MatrixVerdict, judge
+from tp_invariant_recipes.features.verify.verdict import SweepVerdict, judge
 from tp_invariant_recipes.launch import local, record
 from tp_invariant_recipes.ledger.record import Header
-from tp_invariant_recipes.runs import attempts, matrix_dir
+from tp_invariant_recipes.runs import restarts, sweep_dir
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
@@ -37,20 +37,20 @@ def trains(monkeypatch, **ends) -> list[str]:
         if not planned.run_dir.ledger.exists():
             loss = OTHER if end == OTHER else SAME
             ledgers.write(planned.run_dir.path, header, (ledgers.record(n + 1, loss=loss) for n in range(steps)))
-        attempts.end(planned.run_dir, end if end in ("failed", "stopped") else "completed", "planted")
+        restarts.end(planned.run_dir, end if end in ("failed", "stopped") else "completed", "planted")
         return {"failed": None, "stopped": local.Outcome.STOPPED}.get(end, local.Outcome.COMPLETED)
 
     monkeypatch.setattr(verify, "_train", train)
     return trained
 
 
-def verified(*, exitfirst: bool = False) -> MatrixVerdict:
+def verified(*, exitfirst: bool = False) -> SweepVerdict:
     overrides = ["tp=1,2,4", "iters=2"]
     planned = verify.new("qwen3_toy", overrides, against=None, directory=Path("m"))
     return verify.execute(planned, lambda *_: nullcontext(), exitfirst=exitfirst)
 
 
-def cell_states(verdict: MatrixVerdict) -> list[str]:
+def cell_states(verdict: SweepVerdict) -> list[str]:
     return [row.state for row in verdict.rows]
 
 
@@ -92,11 +92,11 @@ def test_what_has_not_passed_is_replanned_and_the_rest_is_kept(monkeypatch):
     assert trained == ["tp2", "tp4"]
     assert (verdict.exit_status, cell_states(verdict)) == (0, ["reference", "identical", "identical"])
     assert Path("m/tp1/ledger.jsonl").stat().st_mtime_ns == kept
-    assert len(attempts.read_attempts(RunDir(Path("m/tp2")))) == 1
-    assert len(attempts.read_attempts(RunDir(Path("m/tp4")))) == 2
+    assert len(restarts.read_restarts(RunDir(Path("m/tp2")))) == 1
+    assert len(restarts.read_restarts(RunDir(Path("m/tp4")))) == 2
     assert OTHER in Path("m/set-aside/tp2/ledger.jsonl").read_text()
     passed = verify.plan_rerun(Path("m"))
-    assert isinstance(passed, MatrixVerdict)
+    assert isinstance(passed, SweepVerdict)
     assert passed.exit_status == 0
 
 
@@ -132,7 +132,7 @@ def test_the_newest_is_taken_where_none_is_named(cli, monkeypatch):
     shutil.copytree("m", "runs/new")
     for name, time in (("old", 1), ("new", 2)):
         os.utime(Path("runs", name, "matrix.json"), (time, time))
-    assert matrix_dir.latest(Path("runs")) == Path("runs/new")
+    assert sweep_dir.latest(Path("runs")) == Path("runs/new")
     ended = cli("verify", "--lf")
     assert ended.status == 0
     assert "identical: tp=1, 2, 4 are bitwise identical over 2 steps" in ended.out

@@ -18,7 +18,7 @@ from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2
 from tp_invariant_recipes.kernels.row_sums import token_sum
 from tp_invariant_recipes.numerics.layers.experts import experts
 from tp_invariant_recipes.numerics.layers.experts.expert_adapters import adapter_linear
-from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners, fits
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import ExpertHosts, fits
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8, Mxfp8
 from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, PLAIN
@@ -39,7 +39,7 @@ def _ranks(tp, ep, experts):
         num_moe_experts=experts, tensor_model_parallel_size=tp, context_parallel_size=1, expert_model_parallel_size=ep
     )
     with patch("megatron.core.parallel_state.get_data_parallel_world_size", return_value=size // tp):
-        return [Owners.from_config(config, Group(tp, rank % tp), Group(ep, rank % ep)) for rank in range(size)]
+        return [ExpertHosts.from_config(config, Group(tp, rank % tp), Group(ep, rank % ep)) for rank in range(size)]
 
 
 @given(tp=DEGREES, ep=DEGREES, each=st.integers(1, 3))
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_autograd(shape):
     batches = Batches(Groups(SIZES, torch.tensor(SIZES)), 0, 1)
     x, dy, weight = drawn(SIZES, shape)
     results, plain = ([item.clone().requires_grad_() for item in (x, weight)] for _ in range(2))
-    y = adapter_linear(*results, batches, Owners(6, 1, 1))
+    y = adapter_linear(*results, batches, ExpertHosts(6, 1, 1))
     each = plain[1].unbind(0) if weight.dim() == 3 else [plain[1]] * 6
     wanted = torch.cat([rows @ w.t() for rows, w in zip(plain[0].split(SIZES), each, strict=True)])
     y.backward(dy)
@@ -100,7 +100,7 @@ def _of_owner(mesh):
     """The gradient of a shared adapter on one of two owners, of three experts each with tokens of both ranks."""
     x, dy, weight = drawn(SIZES + SIZES, (8, 4))
     batches = Batches(Groups(SIZES, torch.tensor(SIZES)), 0, 2, (0, 1))
-    owners = Owners(6, 2, 2, mesh.rank, 2, mesh.group, 1, (0, 1))
+    owners = ExpertHosts(6, 2, 2, mesh.rank, 2, mesh.group, 1, (0, 1))
     weight.requires_grad_()
     adapter_linear(x.chunk(2)[mesh.rank], weight, batches, owners).backward(dy.chunk(2)[mesh.rank])
     return weight.grad
@@ -113,7 +113,7 @@ def test_the_gradient_of_a_shared_adapter_is_a_sum_over_owners_and_sources():
 
 @pytest.mark.parametrize("size, ep", ((4, 1), (4, 2), (4, 4)))
 def test_nodes_are_in_the_order_of_experts(size, ep):
-    owners = Owners(8, size, ep)
+    owners = ExpertHosts(8, size, ep)
     by_owner = owners.by_owner(torch.arange(8)).view(size, -1)
     assert owners.in_order(by_owner).flatten().tolist() == [*range(8)]
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.operands import normal
 from tp_invariant_recipes.kernels import causal_conv, group_norm
-from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side
+from tp_invariant_recipes.numerics.layers.mamba import by_shard, joined_shards
 from tp_invariant_recipes.numerics.layers.mamba import causal_conv as conv
 from tp_invariant_recipes.numerics.layers.mamba import group_norm as norm
 
@@ -69,4 +69,4 @@ def test_shards_first_and_back():
     assert shards.tolist() == [[[4.0, 5.0, 12.0]], [[6.0, 7.0, 13.0]]]
     assert shards.is_contiguous()
     assert by_shard([segments[0].squeeze(0), segments[1].squeeze(0)], 4, 0).tolist()[1] == [2.0, 3.0, 11.0]
-    assert torch.equal(side_by_side(by_shard([segments[0]], 4)), segments[0])
+    assert torch.equal(joined_shards(by_shard([segments[0]], 4)), segments[0])

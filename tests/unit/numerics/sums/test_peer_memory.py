@@ -10,7 +10,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.numerics.sums import peer_memory
+from tp_invariant_recipes.numerics.sums import symmetric_memory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.training.rank import adapt
@@ -20,26 +20,26 @@ GROUP = Mock(**{"size.return_value": 2, "rank.return_value": 0})
 
 @pytest.fixture(autouse=True)
 def choose(monkeypatch):
-    monkeypatch.setattr(peer_memory, "_choice", ["auto"])
-    return peer_memory.choose
+    monkeypatch.setattr(symmetric_memory, "_choice", ["auto"])
+    return symmetric_memory.choose
 
 
 @pytest.fixture
 def trial(monkeypatch):
     """A group whose trial ends as its value says."""
     outcome = Mock(return_value=True)
-    monkeypatch.setattr(peer_memory, "Peers", Mock())
-    monkeypatch.setattr(peer_memory, "_trial", outcome)
-    monkeypatch.setattr(peer_memory, "_slow", lambda peers: None)
-    monkeypatch.setattr(peer_memory, "_everywhere", lambda fine, *_: fine)
+    monkeypatch.setattr(symmetric_memory, "Peers", Mock())
+    monkeypatch.setattr(symmetric_memory, "_trial", outcome)
+    monkeypatch.setattr(symmetric_memory, "_slow", lambda peers: None)
+    monkeypatch.setattr(symmetric_memory, "_everywhere", lambda fine, *_: fine)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(peer_memory, "_hosts_problem", lambda *_: None)
+    monkeypatch.setattr(symmetric_memory, "_hosts_problem", lambda *_: None)
     return outcome
 
 
 def test_a_cpu_and_one_rank_ask_nobody():
-    assert peer_memory.peers_of(VirtualMesh(4, 2, 0, GROUP), torch.zeros(1), 2**30) is None
-    assert peer_memory.peers_of(VirtualMesh(4, 1, 0), torch.zeros(1), 2**30) is None
+    assert symmetric_memory.peers_of(VirtualMesh(4, 2, 0, GROUP), torch.zeros(1), 2**30) is None
+    assert symmetric_memory.peers_of(VirtualMesh(4, 1, 0), torch.zeros(1), 2**30) is None
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_a_cpu_and_one_rank_ask_nobody():
 )
 def test_the_trial_decides_and_says_so(trial, monkeypatch, capsys, outcome, slow, words):
     trial.side_effect = [outcome]
-    monkeypatch.setattr(peer_memory, "_slow", lambda peers: slow)
-    peers = peer_memory._tried(GROUP, torch.device("cpu"))
+    monkeypatch.setattr(symmetric_memory, "_slow", lambda peers: slow)
+    peers = symmetric_memory._tried(GROUP, torch.device("cpu"))
     assert (peers is not None) == (words == "their memory")
     assert capsys.readouterr().out == f"sums over 2 tensor-parallel ranks go through {words}\n"
 
@@ -65,16 +65,16 @@ def test_the_trial_decides_and_says_so(trial, monkeypatch, capsys, outcome, slow
 def test_the_choice_decides_whether_a_trial_is_made(monkeypatch, choose, value, size, asked):
     choose(value)
     tried = Mock(return_value=None)
-    monkeypatch.setattr(peer_memory, "_tried", tried)
-    monkeypatch.setattr(peer_memory, "_peers", {})
+    monkeypatch.setattr(symmetric_memory, "_tried", tried)
+    monkeypatch.setattr(symmetric_memory, "_peers", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert peer_memory.peers_of(VirtualMesh(4, 2, 0, GROUP), Mock(is_cuda=True), size) is None
+    assert symmetric_memory.peers_of(VirtualMesh(4, 2, 0, GROUP), Mock(is_cuda=True), size) is None
     assert tried.call_count == asked
 
 
 def test_gloo_is_not_tried(trial, monkeypatch, capsys):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
-    assert peer_memory._tried(GROUP, torch.device("cpu")) is None
+    assert symmetric_memory._tried(GROUP, torch.device("cpu")) is None
     assert "NCCL: 2 ranks over gloo" in capsys.readouterr().out
 
 
@@ -82,7 +82,7 @@ def test_demanded_it_fails_where_it_cannot(trial, choose):
     choose("always")
     trial.return_value = False
     with pytest.raises(RunError, match=r"device.peer_memory=always.*not bitwise identical"):
-        peer_memory._tried(GROUP, torch.device("cpu"))
+        symmetric_memory._tried(GROUP, torch.device("cpu"))
 
 
 def test_a_rank_follows_its_configuration(monkeypatch):
@@ -91,7 +91,7 @@ def test_a_rank_follows_its_configuration(monkeypatch):
     config = compose("qwen3_toy", ["device.peer_memory=never"], device="cpu").config
     with ExitStack() as stack:
         adapt(stack, config)
-    assert peer_memory._choice == ["never"]
+    assert symmetric_memory._choice == ["never"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_gpus_that_others_use_are_given_to_nccl(choose, monkeypatch, choice, cou
     monkeypatch.setattr(gpus, "processes", lambda uuid: asked.append(uuid) or counts[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Mock(uuid="a"))
     monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
-    assert peer_memory._hosts_problem(GROUP, torch.device("cpu")) == problem
+    assert symmetric_memory._hosts_problem(GROUP, torch.device("cpu")) == problem
     assert asked == (["GPU-a"] if choice == "auto" else [])
 
 
@@ -133,5 +133,5 @@ def test_barriers_that_take_time_slices_are_given_to_nccl(choose, monkeypatch, c
     monkeypatch.setattr(
         torch.cuda, "Event", lambda enable_timing: Mock(**{"elapsed_time.side_effect": lambda end: next(taken)})
     )
-    problem = peer_memory._slow(Mock())
+    problem = symmetric_memory._slow(Mock())
     assert problem == ("a barrier takes 2.0 ms, as on shared GPUs" if slow else None)

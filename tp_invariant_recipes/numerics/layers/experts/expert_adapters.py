@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import ExpertHosts
 from tp_invariant_recipes.numerics.layers.experts.experts import of_batches
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
@@ -29,7 +29,7 @@ from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 
 
-def adapter_linear(x: Tensor, weight: Tensor, batches: Batches, owners: Owners) -> Tensor:
+def adapter_linear(x: Tensor, weight: Tensor, batches: Batches, owners: ExpertHosts) -> Tensor:
     """x @ weight^T, batch by batch.
 
     x:       [r, k], rows in order of batches.
@@ -45,7 +45,7 @@ def adapter_linear(x: Tensor, weight: Tensor, batches: Batches, owners: Owners) 
 
 class _AdapterLinear(LayerFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, batches: Batches, owners: Owners) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, batches: Batches, owners: ExpertHosts) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.batches, ctx.owners = batches, owners
@@ -72,7 +72,7 @@ def _each(weight: Tensor, batches: Batches) -> list[Tensor]:
     return of_batches(batches, weight.unbind(0))
 
 
-def _separate_gradient(dy: Tensor, x: Tensor, weight: Any, batches: Batches, owners: Owners) -> Tensor:
+def _separate_gradient(dy: Tensor, x: Tensor, weight: Any, batches: Batches, owners: ExpertHosts) -> Tensor:
     """Of [e, n, k], as experts.weight_gradients."""
     plain = None
     if getattr(weight, "main_grad", None) is None:
@@ -82,7 +82,7 @@ def _separate_gradient(dy: Tensor, x: Tensor, weight: Any, batches: Batches, own
     return added_to_main_grad(weight) if plain is None else tree_sum(plain, weight.dtype)
 
 
-def _shared_gradient(dy: Tensor, x: Tensor, weight: Tensor, batches: Batches, owners: Owners) -> Tensor:
+def _shared_gradient(dy: Tensor, x: Tensor, weight: Tensor, batches: Batches, owners: ExpertHosts) -> Tensor:
     """Of [n, k]. This rank's slice of the sum over the experts of all owners, for its own tokens."""
     within = owners.experts // (owners.experts & -owners.experts)
     leaves = torch.zeros(

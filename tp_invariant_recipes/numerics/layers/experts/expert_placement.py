@@ -16,7 +16,7 @@ def fits(experts: int, tp: int, ep: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Owners:
+class ExpertHosts:
     """The ranks that share tokens, in the order of the tokens, and the experts that each computes.
 
     Ranks of one tensor-parallel group hold slices of the same sequences. With ep < tp several of them hold an expert's
@@ -42,8 +42,8 @@ class Owners:
     chain: tuple[int, ...] = (0,)
 
     @classmethod
-    def from_config(cls, config: Any, tp: Any, ep: Any) -> "Owners":
-        """Owners by Megatron's tensor-parallel and expert-parallel process groups; expert tensor parallelism is 1.
+    def from_config(cls, config: Any, tp: Any, ep: Any) -> "ExpertHosts":
+        """ExpertHosts by Megatron's tensor-parallel and expert-parallel process groups; expert tensor parallelism is 1.
 
         config: a TransformerConfig.
         """

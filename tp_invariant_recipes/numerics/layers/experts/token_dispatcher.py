@@ -24,7 +24,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
 from tp_invariant_recipes.kernels.row_sums import row_sum
-from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import ExpertHosts
 from tp_invariant_recipes.numerics.sums.data_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -94,7 +94,7 @@ class Route:
 
 
 @torch.no_grad()
-def route(routing_map: Tensor, topk: int, owners: Owners, capacity: int | None = None) -> Route:
+def route(routing_map: Tensor, topk: int, owners: ExpertHosts, capacity: int | None = None) -> Route:
     """Plan the routes of a micro-batch. It costs one collective of counts and, outside of a CUDA graph, one wait.
 
     routing_map: [n, E] bool, topk experts of each token at most. capacity: tokens that an expert takes of a rank's.
@@ -169,7 +169,7 @@ def _with_empty(counts: Tensor, most: int) -> Tensor:
     return ends.diff(prepend=torch.zeros_like(ends[:, :1]))
 
 
-def _sizes(known: list[list[list[list[int]]]], owners: Owners) -> tuple[int, ...]:
+def _sizes(known: list[list[list[list[int]]]], owners: ExpertHosts) -> tuple[int, ...]:
     """Rows of each batch of this rank, of counts [from][to][expert][part]; none of no counts."""
     width = owners.size * owners.parts // owners.sources  # parts of a source
     parts = [[part for row in known for part in row[owners.rank][e]] for e in range(owners.each)]
@@ -205,7 +205,7 @@ def from_slots(y: Tensor, plan: Route) -> Tensor:
     return _FromSlots.apply(y, plan)
 
 
-def exchange(rows: Tensor, plan: Route, owners: Owners, *, home: bool) -> Tensor:
+def exchange(rows: Tensor, plan: Route, owners: ExpertHosts, *, home: bool) -> Tensor:
     """Return this rank's slots → rows of this rank's batches; with `home` the inverse. rows: [m or r, …]."""
     return rows if owners.group is None else _Exchange.apply(rows, plan, owners, home)
 
@@ -236,7 +236,7 @@ class _FromSlots(LayerFunction):
 
 class _Exchange(LayerFunction):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Route, owners: Owners, home: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, plan: Route, owners: ExpertHosts, home: bool) -> Tensor:
         ctx.plan, ctx.owners, ctx.home = plan, owners, home
         return _moved(rows, plan, owners, home)
 
@@ -245,7 +245,7 @@ class _Exchange(LayerFunction):
         return _moved(gradients[0], ctx.plan, ctx.owners, not ctx.home), None, None, None
 
 
-def _moved(rows: Tensor, plan: Route, owners: Owners, home: bool) -> Tensor:
+def _moved(rows: Tensor, plan: Route, owners: ExpertHosts, home: bool) -> Tensor:
     send, receive = (plan.receive, plan.send) if home else (plan.send, plan.receive)
     leaving = rows[plan.arrived] if home else rows.contiguous()
     arriving = rows.new_empty(sum(receive), *rows.shape[1:])
@@ -258,7 +258,7 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.owners = Owners.from_config(config, pg_collection.tp, pg_collection.ep)
+        self.owners = ExpertHosts.from_config(config, pg_collection.tp, pg_collection.ep)
         self.chunks = VirtualMesh.from_group(config.virtual_shards, pg_collection.tp, of_a_rank(config)).local_chunks
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from tp_invariant_recipes.numerics.gemm.gemm import gemm
 from tp_invariant_recipes.numerics.gemm.operands import Split
 from tp_invariant_recipes.numerics.sums.data_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum
+from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerSum
 from tp_invariant_recipes.numerics.sums.tree import (
     Moving,
     Reducing,

@@ -21,7 +21,7 @@ from tp_invariant_recipes.numerics.sums import data_shards
 from tp_invariant_recipes.numerics.sums.tree import tree_sums
 
 
-def batch_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
+def rank_batch(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
     """Return a replacement for the get_batch_on_this_cp_rank of Bridge's forward step. shards: C."""
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], is_hybrid_cp: bool, cp_group: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def batch_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., 
     return get_batch_on_this_cp_rank
 
 
-def rotary_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
+def rank_rotary(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
     """Return a replacement for RotaryEmbedding.forward."""
 
     @lru_cache(maxsize=32)
@@ -48,7 +48,7 @@ def rotary_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[...,
     return forward
 
 
-def loss_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
+def rank_loss(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
     """Return a replacement for Bridge's masked_next_token_loss, made from that function, which checks the loss.
 
     Its tokens are those of all ranks of a sequence. What is logged is [C/cp · 2] fp32, of each context shard the sum of

@@ -33,7 +33,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.delta_rule import Heads
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.delta_net import gated, gated_delta_rule
-from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, side_by_side
+from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, joined_shards
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_by_itself
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -113,7 +113,7 @@ class InvariantGatedDeltaNet(GatedDeltaNet):
         )
         log_a, dt_bias = (added_by_itself(p).view(len(x), -1) for p in (self.A_log, self.dt_bias))
         y = gated_delta_rule(x, alpha, beta, log_a, dt_bias, sizes)
-        return side_by_side(y).unflatten(-1, (-1, self.value_head_dim))
+        return joined_shards(y).unflatten(-1, (-1, self.value_head_dim))
 
 
 def block(config: Any, vp_stage: int | None = None) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.normal_quantile import horner
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, chunk_scan, group_norm, side_by_side
+from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, chunk_scan, group_norm, joined_shards
 from tp_invariant_recipes.numerics.megatron.init import _log
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_by_itself
@@ -104,7 +104,7 @@ class InvariantMambaMixer(MambaMixer):
         y = self._scanned(self._convolved(by_shard(xBC, shards), batch), by_shard([z], shards), by_shard([dt], shards))
         groups = y.view(shards, -1, self.ngroups // self.mesh.shards, self.d_inner // self.ngroups)
         weight = added_by_itself(self.norm.weight).view(shards, *groups.shape[2:])
-        return side_by_side(group_norm(groups, weight, self.norm.eps).view(y.shape))
+        return joined_shards(group_norm(groups, weight, self.norm.eps).view(y.shape))
 
     def _convolved(self, xBC: Tensor, batch: int) -> Tensor:
         """[n, s, b, c] → [n, s, b, c]."""

@@ -40,7 +40,7 @@ from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
 
 @dataclass
-class LatentSubmodules:
+class MLASubmodules:
     """The parts of the layer. The norms are of latents, which every rank has whole, and not of heads."""
 
     linear_q_proj: Any
@@ -54,13 +54,13 @@ class LatentSubmodules:
     linear_proj: Any
 
 
-class LatentAttention(MLASelfAttention):
+class TrainedMLA(MLASelfAttention):
     """Megatron's layer of the parts that its specification names; parameters have Megatron's names."""
 
     def __init__(
         self,
         config: Any,
-        submodules: LatentSubmodules,
+        submodules: MLASubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         pg_collection: Any = None,
@@ -103,7 +103,7 @@ class LatentAttention(MLASelfAttention):
         return part(hidden_size=width, config=self.config, eps=self.config.layernorm_epsilon)
 
 
-class InvariantLatentAttention(OnMesh, LatentAttention):
+class InvariantMLA(OnMesh, TrainedMLA):
     """Latent attention with invariant parts, and an invariant gradient of the key that all heads share."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,22 +130,20 @@ class InvariantLatentAttention(OnMesh, LatentAttention):
         config, heads = self.config, self.num_attention_heads_per_partition
         own, rotary = config.qk_head_dim, config.qk_pos_emb_head_dim
         q_latent, kv_combined = self._qkv_down_projection(hidden_states)
-        kv_latent, shared = kv_combined.split([config.kv_lora_rank, rotary], -1)
+        kv_latent, k_pe = kv_combined.split([config.kv_lora_rank, rotary], -1)
         if config.q_lora_rank is None:
             query, _ = self.linear_q_proj(q_latent)
         else:
             query, _ = self.linear_q_up_proj(self.q_layernorm(q_latent))
         keys_values, _ = self.linear_kv_up_proj(self.kv_layernorm(kv_latent))
-        plain, turned = query.unflatten(-1, (heads, -1)).split([own, rotary], -1)
+        q_nope, q_pe = query.unflatten(-1, (heads, -1)).split([own, rotary], -1)
         key, value = keys_values.unflatten(-1, (heads, -1)).split([own, config.v_head_dim], -1)
         if self.mesh.size > 1:  # backward takes this rank's slice, since `spread_over_heads` has the whole sum
-            shared = gather_from_sequence_parallel_region(
-                shared, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        turn = self._rotation(len(query))
-        turned, shared = turn(turned), turn(shared.unsqueeze(-2))
-        query = torch.cat([plain, turned], -1)
-        key = torch.cat([key, spread_over_heads(shared, heads, self.mesh)], -1)
+            k_pe = gather_from_sequence_parallel_region(k_pe, tensor_parallel_output_grad=False, group=self.tp_group)
+        rotate = self._rotation(len(query))
+        q_pe, k_pe = rotate(q_pe), rotate(k_pe.unsqueeze(-2))
+        query = torch.cat([q_nope, q_pe], -1)
+        key = torch.cat([key, spread_over_heads(k_pe, heads, self.mesh)], -1)
         return query, key, value.contiguous(), q_latent, kv_latent
 
     def _rotation(self, length: int) -> Callable[[Tensor], Tensor]:
@@ -223,7 +221,7 @@ class _Spread(LayerFunction):
 # --- Core attention ---
 
 
-class LatentDotProductAttention(DotProductAttention):
+class MLADotProductAttention(DotProductAttention):
     """Megatron-Core's local attention, told of heads' widths. It reads the widths of queries and keys from these."""
 
     def __init__(
@@ -234,11 +232,11 @@ class LatentDotProductAttention(DotProductAttention):
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
 
 
-class InvariantLatentDotProductAttention(InvariantDotProductAttention, LatentDotProductAttention):
+class InvariantMLADotProductAttention(InvariantDotProductAttention, MLADotProductAttention):
     """Latent attention's core on the heads of a virtual shard."""
 
 
-def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+def mla_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's block of dense layers and layers of experts (`model.moe_layer_freq`). For
     `model.transformer_layer_spec`.
 
@@ -250,9 +248,9 @@ def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     return replace(block, layer_specs=[_with_own_attention(layer, local=local) for layer in block.layer_specs])
 
 
-def invariant_latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """`latent_block_spec` with invariant layers. Raises ConfigError for a layer that has no invariant version."""
-    block = latent_block_spec(config, vp_stage)
+def invariant_mla_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """`mla_block_spec` with invariant layers. Raises ConfigError for a layer that has no invariant version."""
+    block = mla_block_spec(config, vp_stage)
     layers = spec.invariant_layers(block.layer_specs, config, vp_stage)
     return replace(block, layer_specs=layers, layer_norm=spec.invariant(block.layer_norm))
 
@@ -265,7 +263,7 @@ def _with_own_attention(layer: Any, *, local: bool) -> Any:
         return layer
     parts = attention.submodules
     down = DuplicatedLinear if local else parts.linear_kv_down_proj
-    submodules = LatentSubmodules(
+    submodules = MLASubmodules(
         linear_q_proj=parts.linear_q_proj,
         linear_q_down_proj=down,
         linear_q_up_proj=parts.linear_q_up_proj,
@@ -273,8 +271,8 @@ def _with_own_attention(layer: Any, *, local: bool) -> Any:
         linear_kv_up_proj=parts.linear_kv_up_proj,
         q_latent_norm=parts.q_layernorm,
         kv_latent_norm=parts.kv_layernorm,
-        core_attention=LatentDotProductAttention if local else parts.core_attention,
+        core_attention=MLADotProductAttention if local else parts.core_attention,
         linear_proj=parts.linear_proj,
     )
-    changed = replace(attention, module=LatentAttention, submodules=submodules)
+    changed = replace(attention, module=TrainedMLA, submodules=submodules)
     return replace(layer, submodules=replace(layer.submodules, self_attention=changed))

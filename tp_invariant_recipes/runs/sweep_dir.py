@@ -106,7 +106,7 @@ Positive = Annotated[int, Bounds(ge=1, lt=2**31)]
 
 
 @dataclass(frozen=True)
-class MatrixResult(Record):
+class SweepResult(Record):
     """`verify.json`, as far as another command reads it."""
 
     verdict: str
@@ -126,7 +126,7 @@ class Axis(Record):
 
 
 @dataclass(frozen=True)
-class Cell(Record):
+class Configuration(Record):
     """A run of the matrix as it was planned; what its ledger must be, whoever ran it."""
 
     name: Name
@@ -151,7 +151,7 @@ class Omission(Record):
 
 
 @dataclass(frozen=True)
-class Matrix(Record):
+class Sweep(Record):
     """Runs to compare with the first of them or, where `against` is a path, with the ledger there.
 
     overrides: as typed. omitted: combinations of the axes that are no cells.
@@ -163,7 +163,7 @@ class Matrix(Record):
     model: str
     overrides: Listed[str]
     axes: Listed[Axis]
-    cells: Annotated[tuple[Cell, ...], Bounds(min_length=1, max_length=10_000, strict=False)]
+    cells: Annotated[tuple[Configuration, ...], Bounds(min_length=1, max_length=10_000, strict=False)]
     against: str | None
     omitted: Listed[Omission] = ()
     kind: Literal["verify", "sweep"] = "verify"
@@ -184,7 +184,7 @@ class Matrix(Record):
 
 
 @dataclass(frozen=True)
-class MatrixDir(RunDir):
+class SweepDir(RunDir):
     """A directory with one run directory for each cell."""
 
     matrix = File("matrix.json")  # the cells, written before anything starts
@@ -194,17 +194,17 @@ class MatrixDir(RunDir):
         """Return the run directory of a cell."""
         return RunDir(self.path / name)
 
-    def write_matrix(self, matrix: Matrix) -> None:
+    def write_matrix(self, matrix: Sweep) -> None:
         """Write the matrix. Raises RunError."""
         self.write(self.matrix, matrix.as_json())
 
-    def read_matrix(self) -> Matrix:
+    def read_matrix(self) -> Sweep:
         """Return the matrix. Raises RunError when this is not a directory of `tpi verify`, or two cells are one run."""
         try:
             raw = parse_json(read_limited(self.matrix, LARGEST))
             if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
                 raise ValueError(f"this version reads schema {SCHEMA}")
-            matrix = checked(Matrix, raw)
+            matrix = checked(Sweep, raw)
             if matrix.kind != "verify":
                 raise ValueError(f"tpi {matrix.kind} has made it")
             self._distinct(matrix.cells)
@@ -214,14 +214,14 @@ class MatrixDir(RunDir):
             ) from error
         return matrix
 
-    def read_result(self) -> MatrixResult:
+    def read_result(self) -> SweepResult:
         """Return the verdict. Raises RunError when there is none."""
         try:
-            return checked(MatrixResult, parse_json(read_limited(self.result, LARGEST)))
+            return checked(SweepResult, parse_json(read_limited(self.result, LARGEST)))
         except (OSError, ValueError) as error:
             raise RunError(f"{self.result}: {error}") from error
 
-    def _distinct(self, cells: Sequence[Cell]) -> None:
+    def _distinct(self, cells: Sequence[Configuration]) -> None:
         """ValueError: two cells are one run, which would be compared with itself."""
         for number, cell in enumerate(cells):
             if cell.name in ("", ".", ".."):

@@ -188,7 +188,7 @@ SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "token
 OPTIONAL = (finetuning.SECTION,)
 
 
-def identity(config: RunConfig, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
+def fingerprint(config: RunConfig, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
     """Dotted key -> value of everything that two comparable runs have in common.
 
     data_digest:    `PreparedData.digest` of text or `Examples.digest` of examples; None for generated data.

@@ -15,17 +15,17 @@ from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError
 from tp_invariant_recipes.features.audit import resume, workflow
-from tp_invariant_recipes.features.audit.result import FAILED, Trial
+from tp_invariant_recipes.features.audit.result import FAILED, AuditRun
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.runs.matrix_dir import AuditedRun
+from tp_invariant_recipes.runs.sweep_dir import AuditedRun
 from tp_invariant_recipes.start import forking
 
 POLL = 0.2  # seconds between looks at the signals that came
 MOST = 4  # at a time: what comes first is told first
 
 
-class SideBySide:
+class ConcurrentRuns:
     """The calls that run, each in a fork of this process.
 
     stop: the signals that came. Each is passed on to the calls.
@@ -113,7 +113,7 @@ def _answer(there: Connection, call: Callable[[], Any]) -> None:
 
 
 # What an audit's process returns: None if no run may have the settings; and the reference that it trained, by its key.
-Answer = tuple[Trial | None, dict[str, AuditedRun]]
+Answer = tuple[AuditRun | None, dict[str, AuditedRun]]
 
 
 @contextmanager
@@ -173,4 +173,4 @@ def audited(
     for name in (workflow.AUDITED, *resume.TRAININGS):
         shutil.rmtree(where / name, ignore_errors=True)
     seconds = round(time.monotonic() - begun, 1)
-    return Trial(settings, verdict, text, seconds=seconds, **facts), trained
+    return AuditRun(settings, verdict, text, seconds=seconds, **facts), trained

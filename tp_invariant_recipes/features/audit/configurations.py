@@ -98,7 +98,7 @@ def small_sizes(model: Mapping[str, Any], typed: set[str]) -> list[str]:
     return [f"model.{name}={value}" for name, value in cut.items()]
 
 
-Cell = frozenset[str]
+Configuration = frozenset[str]
 MOST = 6  # settings of a cell: a fault among more takes long to shrink
 
 
@@ -122,26 +122,28 @@ class Covering:
         self,
         axes: Sequence[Sequence[str]],
         layouts: int,
-        allowed: Callable[[Cell], bool],
+        allowed: Callable[[Configuration], bool],
         cost: Callable[[str], int] = lambda setting: 1,
     ) -> None:
         self._axis = {setting: n for n, axis in enumerate(axes) for setting in axis}
         self._layouts, self._allowed, self._cost = layouts, allowed, cost
         cells = [frozenset(pair) for pair in pairs(axes)]
         cells += [frozenset((setting,)) for axis in axes[:layouts] for setting in axis]
-        self.pending: dict[Cell, None] = dict.fromkeys(sorted(cells, key=lambda cell: math.prod(map(cost, cell))))
+        self.pending: dict[Configuration, None] = dict.fromkeys(
+            sorted(cells, key=lambda cell: math.prod(map(cost, cell)))
+        )
         self.total = len(self.pending)
 
-    def changes_layout(self, cell: Cell) -> bool:
+    def changes_layout(self, cell: Configuration) -> bool:
         """Whether the cell and its reference differ."""
         return any(self._axis[setting] < self._layouts for setting in cell)
 
-    def cover(self, cell: Cell) -> None:
+    def cover(self, cell: Configuration) -> None:
         """Nothing of this cell need be tried again."""
         for pair in [pair for pair in self.pending if pair <= cell]:
             del self.pending[pair]
 
-    def next(self, running: Collection[Cell] = ()) -> Cell | None:
+    def next(self, running: Collection[Configuration] = ()) -> Configuration | None:
         """Return the next cell: the first pending pair, and what fits beside it; None: nothing is left.
 
         A pair that no run may have is dropped from `pending`. running: cells that may cover pairs soon.
@@ -159,7 +161,7 @@ class Covering:
         finally:
             self.pending = dict.fromkeys(pair for pair in before if pair in self.pending or pair in covered)
 
-    def _seed(self, pair: Cell) -> Cell | None:
+    def _seed(self, pair: Configuration) -> Configuration | None:
         """Return the pair, with a layout and, where it needs one, another setting."""
         layouts = (
             [pair]
@@ -169,10 +171,10 @@ class Covering:
         candidates = [*layouts, *(pair | {setting} for setting in self._axis if self._fits(pair, setting))]
         return next((cell for cell in candidates if self.changes_layout(cell) and self._allowed(cell)), None)
 
-    def _fits(self, cell: Cell, setting: str) -> bool:
+    def _fits(self, cell: Configuration, setting: str) -> bool:
         return self._axis[setting] not in {self._axis[other] for other in cell}
 
-    def _grown(self, cell: Cell) -> Cell:
+    def _grown(self, cell: Configuration) -> Configuration:
         while len(cell) < MOST:
             gains = {
                 setting: sum(frozenset((setting, other)) in self.pending for other in cell)
@@ -187,7 +189,7 @@ class Covering:
         return cell
 
 
-def shrunk(cell: Cell, fails: Callable[[Cell], bool]) -> Cell:
+def shrunk(cell: Configuration, fails: Callable[[Configuration], bool]) -> Configuration:
     """Return the smallest part of a cell that still fails, one setting after the other left out."""
     for setting in sorted(cell, key=lambda words: (words.startswith(("tp", "pp", "cp", "dp", "ep", "mbs")), words)):
         if fails(cell - {setting}):
@@ -198,7 +200,7 @@ def shrunk(cell: Cell, fails: Callable[[Cell], bool]) -> Cell:
 Sections = dict[str, Any]
 
 
-class Cells:
+class Configurations:
     """The configurations of a model. ConfigError: it is refused as it is.
 
     overrides: that every run gets. texts: the folder that stands for options.TEXTS.
@@ -218,15 +220,15 @@ class Cells:
         self.axes = [[] if name in absent else self._possible(name, axis) for name, axis in named.items()]
         self._order = [setting for axis in self.axes for setting in axis]
 
-    def settings(self, cell: Cell) -> tuple[str, ...]:
+    def settings(self, cell: Configuration) -> tuple[str, ...]:
         """Return the settings of a cell, in the order of the axes."""
         return tuple(setting for setting in self._order if setting in cell)
 
-    def words(self, cell: Cell) -> list[str]:
+    def words(self, cell: Configuration) -> list[str]:
         """Return the overrides of a cell, in the order of the axes."""
         return [word for setting in self.settings(cell) for word in self._split(setting)]
 
-    def configured(self, cell: Cell) -> RunConfig:
+    def configured(self, cell: Configuration) -> RunConfig:
         """Return the configuration of a cell, of what each of its settings changes: Hydra takes half a second."""
         config = self.base
         for setting in self.settings(cell):

@@ -12,19 +12,19 @@ from typing import Any
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import DISK_FULL
-from tp_invariant_recipes.ledger.run_files import Attempt, Attempted, AttemptJob, Config
+from tp_invariant_recipes.ledger.run_files import Config, Restart, Restarted, RestartJob
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
-def read_attempts(run_dir: RunDir) -> tuple[Attempt, ...]:
+def read_restarts(run_dir: RunDir) -> tuple[Restart, ...]:
     """Return the attempts at a run so far; none where there is no run yet. Raises RunError."""
-    return run_dir.read_run(Attempted).attempts if run_dir.run.exists() else ()
+    return run_dir.read_run(Restarted).attempts if run_dir.run.exists() else ()
 
 
-def started(start: int, last: int, job: AttemptJob | None, layout: dict[str, Any]) -> Attempt:
+def started(start: int, last: int, job: RestartJob | None, layout: dict[str, Any]) -> Restart:
     """Return a new attempt, of this command, on this host. The arguments are as `Attempt` has them."""
     program = Path(sys.argv[0]).name
-    return Attempt(
+    return Restart(
         command=shlex.join(["tpi" if program == "__main__.py" else program, *sys.argv[1:]]),
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         host=os.uname().nodename,
@@ -50,17 +50,17 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
 
 
 def _ended(run_dir: RunDir, outcome: str, why: str | None, *, requeued: bool) -> dict[str, Any]:
-    *before, last = run_dir.read_run(Attempted).attempts
+    *before, last = run_dir.read_run(Restarted).attempts
     return _with_attempts(run_dir, [*before, replace(last, outcome=outcome, why=why, requeued=requeued)])
 
 
-def _with_attempts(run_dir: RunDir, attempts: Sequence[Attempt]) -> dict[str, Any]:
+def _with_attempts(run_dir: RunDir, attempts: Sequence[Restart]) -> dict[str, Any]:
     return run_dir.read_run() | {"attempts": [attempt.as_json() for attempt in attempts]}
 
 
-def refused(run_dir: RunDir, why: str, job: AttemptJob | None) -> None:
+def refused(run_dir: RunDir, why: str, job: RestartJob | None) -> None:
     """Record a failed attempt: an existing run could not even be planned. Raises RunError."""
-    before = run_dir.read_run(Attempted).attempts
+    before = run_dir.read_run(Restarted).attempts
     step = before[-1].from_step if before else 0
     last = run_dir.read_config(Config).train.train_iters
     attempt = started(step, last, job, run_dir.read_run().get("layout", {}))
@@ -68,7 +68,7 @@ def refused(run_dir: RunDir, why: str, job: AttemptJob | None) -> None:
     end(run_dir, "failed", why)
 
 
-def consecutive_failures(attempts: Sequence[Attempt], start: int) -> int:
+def consecutive_failures(attempts: Sequence[Restart], start: int) -> int:
     """How many of the latest attempts began at step `start` and failed; one that a signal stopped has not."""
     count = 0
     for attempt in reversed(attempts):

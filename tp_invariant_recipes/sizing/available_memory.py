@@ -8,7 +8,7 @@ from tp_invariant_recipes.settings import expert_groups, muon
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import activations, memory
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
-from tp_invariant_recipes.text import counted
+from tp_invariant_recipes.text import plural
 
 # A run is refused only if it needs more even where all that the estimate does not count exactly is this part too high.
 # It is on the safe side: docs/memory.md says how far above measured peaks.
@@ -17,7 +17,7 @@ NEAR = 0.95  # a run that needs more of the memory than this starts with a warni
 
 
 @dataclass(frozen=True)
-class Room:
+class AvailableMemory:
     """Available memory. size: bytes. what: its owner, for messages. whole: a node's for all its ranks, not a GPU's."""
 
     size: float
@@ -25,16 +25,16 @@ class Room:
     whole: bool = False
 
 
-def room(config: RunConfig, *, here: bool) -> Room | None:
+def room(config: RunConfig, *, here: bool) -> AvailableMemory | None:
     """Return the memory of the run's GPUs or node; None: not known. here: whether ranks run on this machine."""
     if config.device.kind == "gpu":
         visible = gpus.visible() if here else []
         if visible:
-            return Room(min(gpu.memory for gpu in visible), "a GPU of this machine")
+            return AvailableMemory(min(gpu.memory for gpu in visible), "a GPU of this machine")
         size = config.cluster.gpu_memory
-        return None if size is None else Room(size * GIB, f"a GPU of cluster={config.cluster.name}")
+        return None if size is None else AvailableMemory(size * GIB, f"a GPU of cluster={config.cluster.name}")
     available = host.available() if here else None
-    return None if available is None else Room(available, "this machine", whole=True)
+    return None if available is None else AvailableMemory(available, "this machine", whole=True)
 
 
 def problems(config: RunConfig, *, here: bool) -> list[str]:
@@ -72,12 +72,12 @@ def tight(config: RunConfig, *, here: bool) -> str | None:
     return _need_and_room(need, there)
 
 
-def _too_large(need: Estimate, there: Room) -> bool:
+def _too_large(need: Estimate, there: AvailableMemory) -> bool:
     least = need.least(ERROR)
     return (need.ranks * least + need.shared * (1 - ERROR) if there.whole else least) > there.size
 
 
-def _need_and_room(need: Estimate, there: Room) -> str:
+def _need_and_room(need: Estimate, there: AvailableMemory) -> str:
     wanted = f"{_gib(need.node)} on a node" if there.whole else f"{_gib(need.rank)} on a GPU"
     return f"about {wanted}, and {there.what} has {_gib(there.size)}"
 
@@ -95,7 +95,7 @@ def table(need: Estimate) -> list[str]:
     if need.shared:
         rows += [
             ("Python and Megatron-Bridge, once", need.shared),
-            (f"a node, {counted(need.ranks, 'rank')}", need.node),
+            (f"a node, {plural(need.ranks, 'rank')}", need.node),
         ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {_aligned(size)}" for name, size in rows]

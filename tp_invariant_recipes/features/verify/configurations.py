@@ -20,14 +20,14 @@ from tp_invariant_recipes.errors import OR_STOCK, ConfigError, refuse
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
+from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, fingerprint_differences
 from tp_invariant_recipes.numerics.mode import MEGATRONS
-from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, MatrixDir, Omission
+from tp_invariant_recipes.runs.sweep_dir import Axis, Configuration, Omission, SweepDir
 from tp_invariant_recipes.settings import conf_files, expert_groups
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.sizing import room
-from tp_invariant_recipes.text import few
+from tp_invariant_recipes.sizing import available_memory
+from tp_invariant_recipes.text import abbreviated
 
 MOST = 100  # cells; more are most likely a typing error, and each costs a training
 
@@ -158,7 +158,7 @@ class Problems:
         refuse(self.lines())
 
 
-def compose_cells(
+def compose_configurations(
     model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str], here: bool
 ) -> tuple[dict[str, Composed], tuple[Omission, ...]]:
     """Compose each cell, by its label; impossible combinations are left out. here: as in `Plan`.
@@ -256,14 +256,14 @@ def named(choice: Choice, composed: Composed) -> Choice:
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
 
-def that_fit(
+def fitting_choices(
     choices: Sequence[Choice], composed: dict[str, Composed], here: bool
 ) -> tuple[tuple[Choice, ...], tuple[Omission, ...]]:
     """Return the cells whose memory suffices, and those left out. here: as for `room.room`.
 
     ConfigError: no two of several cells fit, or the only one does not.
     """
-    found = {choice.label: room.problems(composed[choice.label].config, here=here) for choice in choices}
+    found = {choice.label: available_memory.problems(composed[choice.label].config, here=here) for choice in choices}
     large = {label: problems[0] for label, problems in found.items() if problems}
     kept = tuple(choice for choice in choices if choice.label not in large)
     if len(kept) < min(2, len(choices)):
@@ -271,10 +271,10 @@ def that_fit(
     return kept, tuple(Omission(label, problem.partition(":\n")[0]) for label, problem in large.items())
 
 
-def plan_cells(
+def plan_configurations(
     choices: Sequence[Choice],
     composed: Sequence[Composed],
-    where: MatrixDir,
+    where: SweepDir,
     how: Planning,
 ) -> dict[str, Plan]:
     """Plan each cell, by its name. Raises ConfigError with the problems of all; other TpiErrors as `plan.resolve`."""
@@ -286,9 +286,9 @@ def plan_cells(
     return plans
 
 
-def cell_of(choice: Choice, planned: Plan) -> Cell:
+def configuration_of(choice: Choice, planned: Plan) -> Configuration:
     """Return the cell as it stands in the matrix."""
-    return Cell(
+    return Configuration(
         name=choice.name,
         label=choice.label,
         overrides=texts(choice.overrides),
@@ -340,9 +340,9 @@ def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str,
 def _changed(a: Plan, b: Plan) -> list[str]:
     return [
         difference.field
-        for difference in identity_differences(Header(identity=a.identity), Header(identity=b.identity))
+        for difference in fingerprint_differences(Header(identity=a.identity), Header(identity=b.identity))
     ]
 
 
 def _differ(fields: list[str]) -> str:
-    return f"{few(fields, 3)} {'differs' if len(fields) == 1 else 'differ'}"
+    return f"{abbreviated(fields, 3)} {'differs' if len(fields) == 1 else 'differ'}"
