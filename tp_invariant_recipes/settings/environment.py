@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tp_invariant_recipes.errors import ConfigError, Problem, lines
+from tp_invariant_recipes.errors import ConfigError, Problem, lines, refuse
 from tp_invariant_recipes.numerics.mode import DETERMINISTIC, STOCK
 from tp_invariant_recipes.settings import secrets
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -127,10 +127,31 @@ def settings(
 def of_run(config: RunConfig) -> dict[str, str]:
     """Return the variables to set for the ranks of a run that this process starts. Raises ConfigError."""
     variables = settings(config.device.kind, os.environ, config.cluster.environment, mode=config.numerics.mode)
+    if config.numerics.mode == STOCK and config.device.kind == "gpu" and config.layout.world > 1:
+        refuse(lines(_cannot_gather(os.environ.get(_NCCL_ALGO, variables.get(_NCCL_ALGO, "")))))
     asked = ORDERED in os.environ or ORDERED in config.cluster.environment
     if config.numerics.mode == STOCK and config.layout.tp * config.layout.cp == 1 and not asked:
         variables.pop(ORDERED, None)  # Megatron asks for it with tensor or context parallelism alone
     return variables
+
+
+_NCCL_ALGO = "NCCL_ALGO"
+# NCCL's algorithms -> whether they gather and reduce-scatter; the others all-reduce alone.
+_ALGORITHMS = {
+    **dict.fromkeys(("ring", "collnetdirect", "nvls", "pat"), True),
+    **dict.fromkeys(("tree", "collnetchain", "nvlstree"), False),
+}
+
+
+def _cannot_gather(value: str) -> Iterator[Problem]:
+    """Yield why a rank would fail with these algorithms: "Tree", "^Ring,NVLS", "allgather:tree;allreduce:ring"."""
+    for part in value.lower().split(";"):
+        function, _, names = part.rpartition(":")
+        listed = {name.strip() for name in names.removeprefix("^").split(",")}
+        left = set(_ALGORITHMS) - listed if names.startswith("^") else listed
+        if function in ("", "allgather", "reducescatter") and left and not any(_ALGORITHMS.get(n, True) for n in left):
+            text = f"NCCL does not gather by {', '.join(sorted(left))}: a rank would fail"
+            yield Problem(f"{_NCCL_ALGO}={value}", text, f"{_NCCL_ALGO}=allreduce:{value}, or unset it")
 
 
 @contextmanager

@@ -152,3 +152,20 @@ def test_the_switch_of_other_programs_refuses_flash_attn(monkeypatch):
         ConfigError, match=r"NVTE_TP_INVARIANT_MODE=1 does not cover this:\n  - NVTE_FLASH_ATTN=1 in the"
     ):
         patch_mode.install(NumericsSettings("tree", 8))
+
+
+@pytest.mark.parametrize(
+    "value", ("Tree", "tree,nvlstree", "^Ring,NVLS,CollnetDirect,PAT", "allgather:tree;allreduce:ring")
+)
+def test_stock_refuses_algorithms_that_do_not_gather(monkeypatch, value):
+    monkeypatch.setenv("NCCL_ALGO", value)
+    stock = compose("qwen3_toy", ["tp=2", "numerics=stock"], device="gpu").config
+    with pytest.raises(ConfigError, match=r"NCCL does not gather by (collnetchain, nvlstree, |nvlstree, )?tree"):
+        of_run(stock)
+    of_run(compose("qwen3_toy", ["numerics=stock"], device="gpu").config)  # one rank gathers nothing
+
+
+@pytest.mark.parametrize("value", ("Ring", "Tree,Ring", "^Tree", "^NVLS", "allreduce:tree", "NVLS", ""))
+def test_stock_takes_algorithms_that_gather(monkeypatch, value):
+    monkeypatch.setenv("NCCL_ALGO", value)
+    of_run(compose("qwen3_toy", ["tp=2", "numerics=stock"], device="gpu").config)

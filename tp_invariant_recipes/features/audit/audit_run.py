@@ -165,7 +165,8 @@ def audited(
         else:
             judged = resume.execute(resumed, watch, keep=True, page=False)
             verdict, text = judged.verdict, judged.words.partition(": ")[2]
-            facts |= {"known": judged.known, "first": judged.first}
+            facts["known"] = judged.known
+            facts["first"] = next((f"{state.kind} {state.name}" for state in judged.lost), None)
     except (Interrupted, workflow.StoppedAudit):
         raise Interrupted from None
     except TpiError as error:

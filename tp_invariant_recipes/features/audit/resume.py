@@ -133,8 +133,10 @@ def execute(
         apart = None
         if changed and not (lost and audit.first.config.numerics.mode != mode.STOCK):
             apart = _repeated(audit, (first, _train(audit, REPEATED, audit.repeated, watch)))
-        result = _result(audit, trainings, lost, changed, captured, apart, time.monotonic() - begun)
-        result = replace(result, card=audit.directory.card if card else None)
+        facts: dict[str, Any] = {"seconds": round(time.monotonic() - begun, 1)}
+        facts |= {"graphs": (captured.was, captured.now)} if captured else {}
+        facts |= {"card": str(audit.directory.card)} if card else {}
+        result = _result(audit, trainings[0], lost, changed, apart, facts)
         _write(audit, result, page=page)
         if not (result.exit_status or keep):
             for name in TRAININGS:
@@ -187,20 +189,19 @@ def _repeated(audit: ResumeAudit, trainings: Trainings) -> str | None:
 
 def _result(
     audit: ResumeAudit,
-    trainings: Trainings,
+    first: AuditedRun,
     lost: list[LostState],
     changed: list[ChangedStep],
-    captured: LostState | None,
     apart: str | None,
-    seconds: float,
+    facts: dict[str, Any],
 ) -> ResumeResult:
-    config, states = audit.first.config, trainings[0].read_states(1)[0].state
+    config, states = audit.first.config, first.read_states(1)[0].state
     kinds = [name.partition("/")[0] for name in states]
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds) if kind != GRAPHS}
     verdict = NOT_JUDGED if apart and not lost else DIFFERS if lost or changed else WHOLE
     words = verdict_line(verdict, audit.steps, counts, lost, changed, apart)
     fault = faults.of_tensor(config, f"{faults.RESUMED}{lost[0].kind}/{lost[0].name}") if lost else None
-    facts: dict[str, Any] = {
+    facts |= {
         "model": audit.first.composed.model,
         "overrides": [
             text for text in workflow.shown(audit.first.composed) if text not in (*ADDED, f"save={audit.at}")
@@ -210,29 +211,16 @@ def _result(
         "format": config.section("checkpoint")["ckpt_format"],
         "async_save": bool(config.section("checkpoint").get("async_save")),
         "device": audit.first.device,
-        "seconds": round(seconds, 1),
+        **workflow.made(),
     }
-    return ResumeResult(
-        audit.directory.path,
-        audit.at,
-        audit.steps[-1],
-        verdict,
-        words,
-        counts,
-        tuple(lost),
-        tuple(changed),
-        captured,
-        str(fault) if fault else None,
-        None,
-        facts,
-        workflow.made(),
-    )
+    known, parts = str(fault) if fault else None, (counts, tuple(lost), tuple(changed))
+    return ResumeResult(audit.directory.path, audit.at, audit.steps[-1], verdict, words, *parts, known, facts)
 
 
 def _write(audit: ResumeAudit, result: ResumeResult, *, page: bool) -> None:
     where = audit.directory
     where.write(where.result, result.as_json())
-    if result.card:
+    if "card" in result.facts:
         ledger = read(where.training(RESUMED).ledger)
         losses = {line.step: bits_float(line.loss) for line in ledger.steps if line.loss is not None}
         device = str(ledger.header.device["name"]) if audit.first.device == "gpu" else "CPU"

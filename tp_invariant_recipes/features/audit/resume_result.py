@@ -46,6 +46,8 @@ class LostState:
 
     def __str__(self) -> str:
         what = f"{self.name} ({KINDS[self.kind]})" if self.kind not in ("router", "buffers") else self.name
+        if self.ranks != (0,):
+            what += f" on ranks {', '.join(map(str, self.ranks))}"
         if self.now is None or self.was is None:
             return f"{what} is {'missing' if self.now is None else 'new'} after the resume"
         if self.now == "0":
@@ -73,8 +75,8 @@ class ResumeResult(Result):
 
     words:   the verdict in one line. states: how many were compared, kind → number.
     lost:    states that differ before the first step. changed: what differs in each step that differs.
-    captured: graphs of the two before that step, if their numbers differ. known: the known fault; None: it is none.
-    card:    the file of --card. facts, run: as of an `AuditResult`.
+    known:   the known fault; None: it is none. facts: model, overrides, layout, and when and where it was made;
+             `graphs`: how many the two have captured before that step, if their numbers differ; `card`: the file.
     """
 
     directory: Path
@@ -85,18 +87,8 @@ class ResumeResult(Result):
     states: Mapping[str, int]
     lost: tuple[LostState, ...]
     changed: tuple[ChangedStep, ...]
-    captured: LostState | None
     known: str | None
-    card: Path | None
     facts: Mapping[str, Any]
-    run: Mapping[str, str]
-
-    @property
-    def first(self) -> str | None:
-        """KIND NAME of the first lost state, or what differs first in a step; None: nothing does."""
-        return next((f"{state.kind} {state.name}" for state in self.lost), None) or (
-            self.changed[0].what if self.changed else None
-        )
 
     @property
     @override
@@ -113,13 +105,11 @@ class ResumeResult(Result):
             "known": self.known,
             "directory": str(self.directory),
             **self.facts,
-            **self.run,
             "resumed_at": self.at,
             "last_step": self.last,
             "states": dict(self.states),
             "lost": [asdict(state) for state in self.lost],
             "changed": [asdict(step) for step in self.changed],
-            "graphs": asdict(self.captured) if self.captured else None,
         }
 
     @override
@@ -127,15 +117,14 @@ class ResumeResult(Result):
         yield coloured(self.words, self.verdict)
         if self.known:
             yield f"known: {self.known}"
-        yield from (f"    {state}{_on(state.ranks)}" for state in self.lost[:_SHOWN])
+        yield from (f"    {state}" for state in self.lost[:_SHOWN])
         if len(self.lost) > _SHOWN:
             yield f"    and {plural(len(self.lost) - _SHOWN, 'more state')}"
         yield from (f"    {step}" for step in self.changed)
-        if self.captured:
-            text = f"{self.captured.was} CUDA graphs before, {self.captured.now} after: they are captured anew"
-            yield Text(text, style="dim")
-        if self.card:
-            yield f"card: {self.card}"
+        if graphs := self.facts.get("graphs"):
+            yield f"{graphs[0]} CUDA graphs before, {graphs[1]} after the resume: they are captured anew"
+        if card := self.facts.get("card"):
+            yield f"card: {card}"
         yield Text(f"all states: {self.directory}/audit.html", style="dim")
 
     def card_item(self, device: str, precision: str, losses: Mapping[int, float]) -> dict[str, Any]:
@@ -145,8 +134,8 @@ class ResumeResult(Result):
             "status": "verified" if self.verdict == WHOLE else "unverified",
             "precision": precision,
             "depends_on": "pretrain",
-            "command": self.run["command"],
-            "last_verified": self.run["time"][:10] if self.verdict == WHOLE else None,
+            "command": self.facts["command"],
+            "last_verified": self.facts["time"][:10] if self.verdict == WHOLE else None,
             "metrics": {"initial_loss": losses.get(steps[0]), "final_loss": losses.get(steps[1])},
             "resume_comparison": {
                 "reference_item": "pretrain",
@@ -208,10 +197,6 @@ def _changed(
     if wrong := [name for name in gradients[0] if gradients[1].get(name) != gradients[0][name]]:
         return ChangedStep(step, "gradients", tuple(wrong))
     return ChangedStep(step, "gradient norm") if before.grad_norm != after.grad_norm else None
-
-
-def _on(ranks: Sequence[int]) -> str:
-    return "" if [*ranks] == [0] else f" on ranks {', '.join(map(str, ranks))}"
 
 
 def verdict_line(

@@ -234,9 +234,6 @@ def test_the_verdict_in_one_line_its_status_and_its_card(verdict, lost, changed,
         tuple(lost),
         tuple(changed),
         None,
-        None,
-        None,
-        {},
         facts,
     )
     assert result.exit_status == {WHOLE: 0, DIFFERS: 1, NOT_JUDGED: 2}[verdict]
