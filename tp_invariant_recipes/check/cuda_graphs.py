@@ -112,7 +112,11 @@ def _modules(config: RunConfig) -> list[Problem]:
 
 def _captures_with(*kinds: str) -> Callable[[RunConfig], bool]:
     """Whether a run on GPUs has graphs of one of these kinds."""
-    return lambda t: t.device.kind == "gpu" and _implementation(t) in kinds
+
+    def captures(config: RunConfig) -> bool:
+        return config.device.kind == "gpu" and _implementation(config) in kinds
+
+    return captures
 
 
 def _row(kinds: tuple[str, ...], test: Callable[[RunConfig], Any], text: str = "", solve: str = "") -> Rule[RunConfig]:

@@ -78,13 +78,11 @@ def _by_row(path: str, field: BridgeField) -> Adjustment:
 
 def _variable(variable: environment.Variable) -> Adjustment:
     value = next((value for value in (variable.value, *variable.accepted) if value is not None), NOT_SET)
-    accepted = (variable.value, *variable.accepted)
-    return Adjustment(
-        value,
-        variable.why,
-        (f"{_VARIABLES}.{variable.name}",),
-        lambda t, was: t.device.kind in variable.devices and was not in accepted,
-    )
+
+    def wrong(config: RunConfig, was: Any) -> bool:
+        return config.device.kind in variable.devices and was not in (variable.value, *variable.accepted)
+
+    return Adjustment(value, variable.why, (f"{_VARIABLES}.{variable.name}",), wrong)
 
 
 def _examples(key: str, refused: Callable[[Any], bool]) -> Callable[[RunConfig, Any], bool]:
@@ -155,7 +153,10 @@ def _of_stage(end: int) -> Callable[[RunConfig], int | None]:
 
 
 def _is_unsaid(end: int) -> Callable[[RunConfig, Any], bool]:
-    return lambda t, was: was in (None, NOT_SET) and _of_stage(end)(t) is not None
+    def unsaid(config: RunConfig, was: Any) -> bool:
+        return was in (None, NOT_SET) and _of_stage(end)(config) is not None
+
+    return unsaid
 
 
 def _shared_by(config: RunConfig) -> int:

@@ -45,10 +45,11 @@ class Values:
 
 def only(*values: Any) -> Values:
     """Return these values alone. To Python True is 1, and False is 0; here they are not."""
-    return Values(
-        lambda value: any(_plain(value) == v and isinstance(value, bool) is isinstance(v, bool) for v in values),
-        "{key}=" + " or ".join(map(as_text, values)),
-    )
+
+    def accepts(value: Any) -> bool:
+        return any(_plain(value) == v and isinstance(value, bool) is isinstance(v, bool) for v in values)
+
+    return Values(accepts, "{key}=" + " or ".join(map(as_text, values)))
 
 
 def _plain(value: Any) -> Any:
