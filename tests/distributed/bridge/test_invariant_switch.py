@@ -256,7 +256,7 @@ REFUSED = {
     _unknown_field: [("calculate_per_token_loss: who counts the tokens is not known here; leave it unset",)],
     _another_model: [("LanguageModule has no invariant version",)],
     _reduced_precision: [
-        ("cuBLAS may add partial sums of a GEMM in bf16; disable_bf16_reduced_precision_matmul=true",),
+        ("cuBLAS may add partial sums of a GEMM in bf16; disable_bf16_reduced_precision_matmul=true",)
     ],
     _uneven_experts: [("must be a multiple of 32, not 16",)],
     _muon_of_parts: [("optimizer=muon muon_tp_mode=blockwise ", " has no invariant version")],

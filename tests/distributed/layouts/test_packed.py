@@ -220,10 +220,7 @@ ROWS = (
     (
         "experts_short",
         EXPERTS,
-        (
-            *("dp=1", "dp=2 ep=2", "tp=2 etp=1", "tp=2 ep=2 etp=1", "dp=2", "dp=4 ep=4", "pp=2 dp=2 ep=2"),
-            RECOMPUTED,
-        ),
+        (*("dp=1", "dp=2 ep=2", "tp=2 etp=1", "tp=2 ep=2 etp=1", "dp=2", "dp=4 ep=4", "pp=2 dp=2 ep=2"), RECOMPUTED),
     ),
     ("experts_short", f"{EXPERTS} model.mtp_num_layers=1", ("dp=1", RECOMPUTED)),
     # Gradients wait for all sequences of a row: Megatron would reduce those of layers that are computed again after as

@@ -116,11 +116,7 @@ def test_a_module_is_named_as_a_file_is(bridge, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    (
-        ("verify", "tp=1,2"),
-        pytest.param(("train", "tp=1"), marks=pytest.mark.release),
-    ),
+    "arguments", (("verify", "tp=1,2"), pytest.param(("train", "tp=1"), marks=pytest.mark.release))
 )
 def test_a_command_ends_with_2(tpi, tmp_path, arguments):
     (tmp_path / "mine.py").write_text(f"import sys\nsys.exit(0)\n{DEFINED}")

@@ -6,11 +6,7 @@ from torch.nn.functional import silu
 
 from tests import kernel_table
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.activations import (
-    Clamped,
-    weighted_activation,
-    weighted_activation_backward,
-)
+from tp_invariant_recipes.kernels.activations import Clamped, weighted_activation, weighted_activation_backward
 from tp_invariant_recipes.kernels.row_sums import add_rows, row_sum, token_sum
 
 

@@ -166,9 +166,7 @@ def test_without_the_option_it_would_not(kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel",
-    kernel_rows(kernel for kernel in KERNELS if kernel in TILES),
-    ids=lambda kernel: kernel.kernel.__name__,
+    "kernel", kernel_rows(kernel for kernel in KERNELS if kernel in TILES), ids=lambda kernel: kernel.kernel.__name__
 )
 def test_a_hopper_multiplies_attention_in_the_instructions_that_were_recorded(kernel):
     """bf16 products in steps of 16, and no other: neither TF32 nor the pipes of fp32. No atomics."""
