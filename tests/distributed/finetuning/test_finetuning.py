@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.scenario import Scenario, stock_differs, unequal
 from tests.examples import example, write
 from tests.recipe_files import TUNED
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.data.examples import read_examples, try_tokens
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.bits import bits_float
-from tp_invariant_recipes.ledger.open import read
 
 pytestmark = pytest.mark.usefixtures("families")
 
@@ -44,7 +44,6 @@ def packed():
 """
 )
 RECIPE = ("recipe=mine.py:tuned", "dataset.dataset_root=examples", "tokenizer.tokenizer_model=tokenizer")
-SHORT = ("iters=2", "gbs=4", "numerics.data_shards=2")
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +56,47 @@ def mine(bridge, shared):
 
 @pytest.fixture(scope="module")
 def tuned(mine, shared):
-    """Runs of the same model and examples in two layouts."""
-    return shared("verify", *RECIPE, "tp=1,2", *SHORT, "--dir", "tree")
+    """The scenario of a recipe: `tuned("experts", "gbs=4")`."""
+    (mine / "both").mkdir()
+    lines = (mine / "examples" / "training.jsonl").read_text().splitlines(keepends=True)
+    for name, chosen in {"training": lines, "validation": lines[-40:]}.items():
+        (mine / "both" / f"{name}.jsonl").write_text("".join(chosen))
+    return lambda function, *words: Scenario(shared, mine / "runs")(f"recipe=mine.py:{function}", *RECIPE[1:], *words)
+
+
+# A recipe, what is held fixed, and layouts that must agree. Data-parallel ranks have examples of other numbers of
+# tokens; the loss mask counts on the last stage alone. Validation is a second pass over 40 examples in another order.
+SHORT = "iters=2 gbs=4 numerics.data_shards=2"
+PER_TOKEN = "model.calculate_per_token_loss=true"  # one division by the tokens of all ranks, not one a sequence
+VALIDATED = (
+    "dataset.dataset_root=both iters=3 numerics.data_shards=2 validation.eval_iters=3 validation.eval_interval=1"
+)
+ROWS = (
+    ("tuned", SHORT, ("tp=1", "tp=2", "dp=2 mbs=2", "pp=2", "tp=2 pp=2")),
+    ("tuned", VALIDATED, ("tp=1", "dp=2 mbs=2")),
+    ("tuned", f"{SHORT} {PER_TOKEN}", ("tp=1", "tp=2", "dp=2", "tp=2 dp=2")),
+    ("experts", "iters=3 numerics.data_shards=2", ("tp=1", "tp=2", "dp=2 ep=2")),
+)
 
 
 @pytest.mark.release
-def test_tuning_has_one_result_in_every_layout(tuned, shared):
-    assert tuned.status == 0, tuned.stdout + tuned.stderr
-    assert "identical: tp=1, 2 are bitwise identical over 2 steps" in tuned.stdout
-    identity = read(shared.folder / "tree" / "tp1").header.identity
+@pytest.mark.parametrize("function, fixed, layouts", ROWS)
+def test_tuning_has_one_result_in_every_layout(tuned, function, fixed, layouts):
+    first, *others = (tuned(function, fixed, layout) for layout in layouts)
+    for other in others:
+        assert unequal(other.ledger(), first.ledger()) == [], other.words
+    identity, last = first.header().identity, first.ledger()[-1]
     assert identity["data.digest"]
     assert not {"dataset.dataset_root", "tokenizer.tokenizer_model"} & identity.keys()
+    assert ("validation/48:72" in last.evaluations) == (fixed == VALIDATED)
+    if PER_TOKEN in fixed:
+        assert first.ledger()[0].grad_norm != tuned("tuned", SHORT, "tp=1").ledger()[0].grad_norm
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("function", ("tuned", "experts"))
+def test_with_stock_numerics_it_has_not(tuned, function):
+    assert "different at step 1" in stock_differs(tuned(function, "iters=1 gbs=1"), ("tp=1", "tp=2"))
 
 
 @pytest.mark.release
@@ -76,37 +105,6 @@ def test_tuning_lowers_the_loss(mine, shared):
     results = [bits_float(step.loss) for step in shared.ledger("long")]
     assert len(results) == 24
     assert results[-1] < results[0] / 2, results
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("layout", ("dp=2 mbs=2", "pp=2", "tp=2 pp=2"))
-def test_no_layout_changes_what_a_masked_token_counts(tuned, shared, layout):
-    """Data-parallel ranks have examples of other numbers of tokens; the loss mask counts on the last stage alone."""
-    run = layout.replace(" ", "-")
-    shared("train", *RECIPE, *SHORT, *layout.split(), f"run.dir={run}", status=0)
-    shared("compare", "tree/tp1", run, status=0)
-
-
-@pytest.mark.release
-def test_neither_changes_the_loss_of_examples_to_validate(mine, shared):
-    """A second pass over 40 examples in another order, and tests on none."""
-    lines = (mine / "examples" / "training.jsonl").read_text().splitlines()
-    folder = examples(mine / "validated", *lines)
-    (folder / "validation.jsonl").write_text("\n".join(lines[-40:]) + "\n")
-    validated = (*RECIPE, f"dataset.dataset_root={folder}", "iters=3", "numerics.data_shards=2")
-    validated += ("validation.eval_iters=3", "validation.eval_interval=1")
-    for name, layout in {"one": (), "pair": ("dp=2", "mbs=2")}.items():
-        shared("train", *validated, *layout, f"run.dir=validated-{name}", status=0)
-    output = shared("compare", "validated-one", "validated-pair", status=0).stdout
-    assert "validation loss and final validation loss (at step 3) equal bit for bit" in " ".join(output.split())
-    assert "validation/48:72" in shared.ledger("validated-one")[2].evaluations
-
-
-@pytest.mark.release
-def test_with_stock_numerics_it_has_not(mine, shared):
-    stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1", "gbs=1")
-    done = shared("verify", *RECIPE, "tp=1,2", *stock, "--dir", "stock", status=1)
-    assert "different: tp=2 is not bitwise identical to tp=1 at step 1" in done.stdout
 
 
 # What is wrong with the settings of a run, before anything is read.
@@ -224,24 +222,6 @@ def test_conversations_need_a_template(mine, tmp_path):
         read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
     with pytest.raises(ConfigError, match="no conversation under any of messages"):
         read_examples(mine / "examples", ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
-
-
-@pytest.mark.release
-def test_tuning_with_experts(mine, shared):
-    recipe = ("recipe=mine.py:experts", *RECIPE[1:], "iters=3")
-    shared("verify", *recipe, "tp=1,2", "numerics.data_shards=2", "--dir", "experts", status=0)
-    shared("train", *recipe, "dp=2", "ep=2", "numerics.data_shards=2", "run.dir=experts-ep2", status=0)
-    assert shared.ledger("experts-ep2") == shared.ledger("experts/tp1")
-    stock = ("numerics=stock", "numerics.initial_weights=invariant")
-    shared("verify", *recipe, "tp=1,2", *stock, "--dir", "experts-stock", status=1)
-
-
-@pytest.mark.release
-def test_a_loss_divided_by_the_tokens_of_the_whole_step(tuned, shared):
-    """calculate_per_token_loss: one division by the tokens of all ranks, in place of one a sequence."""
-    words = ("tp=1,2", "dp=1,2", "iters=2", "gbs=4", "model.calculate_per_token_loss=true")
-    shared("verify", *RECIPE, *words, "--dir", "tokens", status=0)
-    assert shared.ledger("tokens/tp1-dp1")[0].grad_norm != shared.ledger("tree/tp1")[0].grad_norm
 
 
 @pytest.mark.release

@@ -186,12 +186,6 @@ def test_a_run_of_a_users_recipe_records_it(mine, shared):
     assert run["identity"]["ddp.grad_reduce_in_fp32"] is True
 
 
-@pytest.mark.release  # in `make test`: layouts/test_packed.py, whose recipes are a user's
-def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
-    done = shared("verify", "recipe=mine.py:small", "tp=1,2", "--dir", "tree", status=0)
-    assert "identical: tp=1, 2 are bitwise identical over 2 steps" in done.stdout
-
-
 @pytest.mark.release
 def test_pp_need_not_divide_the_layers(mine, shared):
     done = shared(
@@ -204,13 +198,6 @@ def test_pp_need_not_divide_the_layers(mine, shared):
     ]
     with pytest.raises(ConfigError, match=r"pp=2 does not divide model\.num_layers=3"):
         compose(f"recipe={mine}:small", ["pp=2", "model.num_layers=3", "numerics=stock"], device="cpu")
-
-
-@pytest.mark.release  # in `make test`: the stock layouts of adapters
-def test_with_stock_numerics_it_has_not(mine, shared):
-    stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1", "gbs=1")
-    done = shared("verify", "recipe=mine.py:small", "tp=1,2", *stock, "--dir", "stock", status=1)
-    assert "different: tp=2 is not bitwise identical to tp=1 at step 1" in done.stdout
 
 
 @pytest.mark.parametrize("function", WRONG)

@@ -103,118 +103,87 @@ def test_a_file_with_another_bit(recording, cli):
     assert [item["case"] for item in report["different"]] == ["bf16/k17"]
 
 
-def _cut(file):
-    file.write_bytes(file.read_bytes()[:5000])
-
-
-def _resized(file):
-    tensors = load_file(file)
-    tensors["bf16/k17/a"] = tensors["bf16/k17/a"][:, :16].copy()
-    save_file(tensors, file)
-
-
-def _renamed(file):
-    save_file({"fp16/x/a": np.zeros((1, 1), np.uint16)}, file)
-
-
-def _without_a_scale(file):
-    tensors = load_file(file)
-    del tensors[next(name for name in tensors if name.endswith("/sb"))]
-    save_file(tensors, file)
-
-
-def _with_scales_of_another_shape(file):
-    tensors = load_file(file)
+def _with_scales_of_another_shape(tensors):
     name = next(name for name in tensors if "1x128/" in name and name.endswith("/sa"))
-    tensors[name] = np.ones((3, 5), np.float32)
-    save_file(tensors, file)
+    return tensors | {name: np.ones((3, 5), np.float32)}
 
 
-def _incomplete(file):
-    tensors = load_file(file)
-    del tensors["bf16/k17/b"]
-    save_file(tensors, file)
+# What is wrong with a file -> its tensors, of those of a recording.
+DAMAGED = {
+    "resized": lambda tensors: tensors | {"bf16/k17/a": tensors["bf16/k17/a"][:, :16].copy()},
+    "renamed": lambda tensors: {"fp16/x/a": np.zeros((1, 1), np.uint16)},
+    "incomplete": lambda tensors: {name: x for name, x in tensors.items() if name != "bf16/k17/b"},
+    "without scales": lambda tensors: {name: x for name, x in tensors.items() if not name.endswith("/sb")},
+    "with scales of another shape": _with_scales_of_another_shape,
+    "huge": lambda tensors: {
+        f"bf16/x/{name}": np.zeros(shape, np.uint32 if name == "c" else np.uint16)
+        for name, shape in {"a": (4096, 256), "b": (256, 4096), "c": (4096, 4096)}.items()
+    },
+}
 
 
-def _huge(file):
-    a, b = np.zeros((4096, 256), np.uint16), np.zeros((256, 4096), np.uint16)
-    save_file({"bf16/x/a": a, "bf16/x/b": b, "bf16/x/c": np.zeros((4096, 4096), np.uint32)}, file)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    (_cut, _resized, _renamed, _incomplete, _huge, _without_a_scale, _with_scales_of_another_shape, Path.unlink),
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("damage", (*DAMAGED, "cut", "absent"))
 def test_a_file_that_is_no_recording(recording, damage):
-    damage(recording)
+    if damage in DAMAGED:
+        save_file(DAMAGED[damage](load_file(recording)), recording)
+    elif damage == "cut":
+        recording.write_bytes(recording.read_bytes()[:5000])
+    else:
+        recording.unlink()
     with pytest.raises(RunError, match="is no recording of tpi conformance"):
         conformance.read(recording)
 
 
-def test_without_a_gpu_it_checks_the_cpu(monkeypatch, cli):
-    monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", list)
-    done = cli("conformance")
-    assert done.status == 0
-    assert re.match(rf"this CPU \(\w+\) adds as an H200 does: all bits of {CASES} cases are equal", done.out)
-    monkeypatch.setattr(conformance, "by_definition", of_24_bits)
-    done = cli("conformance")
-    assert done.status == 1
-    assert re.match(rf"this CPU \(\w+\) adds in another way: \d+ of {CASES} cases differ\n  bf16/512_wide: ", done.out)
-
-
-@pytest.mark.parametrize("gemm, status", ((by_definition, 0), (of_24_bits, 1)), ids=("same", "24 bits"))
-def test_a_recording_of_a_cpu_is_written_and_checked(monkeypatch, cli, tmp_path, gemm, status):
-    monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", list)
-    file = tmp_path / "here.safetensors"
-    with monkeypatch.context() as patched:
-        patched.setattr(conformance, "by_definition", gemm)
-        done = cli("conformance", "--record", str(file))
-    assert done.status == status
-    assert f"here.safetensors: {CASES} cases of a CPU, {platform.machine()}" in done.out
-    done = cli("conformance", "--check", str(file))
-    assert done.status == status
-    assert f"(recorded on a CPU, {platform.machine()} (sm_00))" in done.out
-
-
-def test_a_recording_of_a_gpu_is_written_and_checked(a_gpu, cli, tmp_path):
-    """A B300 that adds in another way: its owner sends the file, and it says so everywhere."""
-    a_gpu(of_24_bits)
-    file = tmp_path / "b300.safetensors"
-    done = cli("conformance", "--record", str(file))
-    assert done.status == 1
-    assert f"b300.safetensors: {CASES} cases of NVIDIA B300" in done.out
-    done = cli("conformance", "--check", str(file))
-    assert done.status == 1
-    assert "(recorded on NVIDIA B300 (sm_103)) adds in another way" in done.out
-
-
 @pytest.fixture
-def a_gpu(monkeypatch):
-    """(product) → this machine has a GPU that multiplies so."""
+def machine(monkeypatch):
+    """(product, whether on a GPU) → this machine multiplies so: a CPU, or a GPU."""
 
-    def make(gemm):
-        monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", lambda: [Gpu("NVIDIA B300", (10, 3), 2**38)])
+    def make(gemm, gpu):
+        gpus = [Gpu("NVIDIA B300", (10, 3), 2**38)] if gpu else []
+        monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", lambda: gpus)
         monkeypatch.setattr(conformance, "on_gpu", lambda index: gemm)
+        if not gpu:
+            monkeypatch.setattr(conformance, "by_definition", gemm)
 
     return make
 
 
-def test_conformance_pass_a_gpu_that_conforms(a_gpu, cli):
-    a_gpu(conformance.by_definition)
-    done = cli("conformance")
-    assert (done.status, done.out) == (
-        0,
-        f"GPU 0 (NVIDIA B300) adds as an H200 does: all bits of {CASES} cases are equal\n",
-    )
+ALIKE = rf"adds as an H200 does: all bits of {CASES} cases are equal\n"
+OTHERWISE = rf"adds in another way: \d+ of {CASES} cases differ\n  "
+# How it multiplies, whether it is a GPU, and what is said of it; what adds FP8 otherwise can run all else.
+MACHINES = {
+    "a CPU": (by_definition, False, rf"this CPU \(\w+\) {ALIKE}"),
+    "a CPU of 24 bits": (of_24_bits, False, rf"this CPU \(\w+\) {OTHERWISE}bf16/512_wide: .*"),
+    "a GPU": (by_definition, True, rf"GPU 0 \(NVIDIA B300\) {ALIKE}"),
+    "a GPU of 24 bits": (of_24_bits, True, rf"GPU 0 \(NVIDIA B300\) {OTHERWISE}bf16/512_wide: .*"),
+    "a GPU of other FP8": (other_fp8, True, rf"GPU 0 \(NVIDIA B300\) {OTHERWISE}e\dm\d_(?!.*bf16/).*"),
+}
 
 
-def test_conformance_name_a_gpu_that_adds_in_another_way(a_gpu, cli):
-    a_gpu(of_24_bits)
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_is_named_by_how_it_adds(machine, cli, name):
+    gemm, gpu, says = MACHINES[name]
+    machine(gemm, gpu)
     done = cli("conformance")
-    assert done.status == 1
-    assert "GPU 0 (NVIDIA B300) adds in another way" in done.out
-    assert "bf16/512_wide: " in done.out
+    assert done.status == (gemm is not by_definition)
+    assert re.fullmatch(f"(?s){says}", done.out), done.out
+
+
+@pytest.mark.parametrize("name", [name for name in MACHINES if "GPU of other" not in name and name != "a GPU"])
+def test_a_recording_is_written_and_checked(machine, monkeypatch, cli, tmp_path, name):
+    """Also of a machine that adds in another way: its owner sends the file, and it says so everywhere."""
+    gemm, gpu, _ = MACHINES[name]
+    file, status = tmp_path / "here.safetensors", int(gemm is not by_definition)
+    machine(gemm, gpu)
+    done = cli("conformance", "--record", str(file))
+    monkeypatch.setattr(conformance, "by_definition", by_definition)
+    kind, capability = ("NVIDIA B300", 103) if gpu else (f"a CPU, {platform.machine()}", "00")
+    adds = "in another way" if status else "as an H200 does"
+    assert done.status == status
+    assert f"here.safetensors: {CASES} cases of {kind}" in done.out
+    done = cli("conformance", "--check", str(file))
+    assert done.status == status
+    assert f"(recorded on {kind} (sm_{capability})) adds {adds}" in done.out
 
 
 @pytest.fixture
@@ -235,26 +204,31 @@ def test_a_run_on_a_gpu_that_conforms_starts(gpu_0):
     MODE.require_machine(None, fp8=True)
 
 
-def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
-    gpu_0(of_24_bits)
-    with pytest.raises(RunError) as refused:
-        definition.require_conformance(0)
-    message = str(refused.value)
-    beginning = "numerics=portable: GPU 0 (NVIDIA B300, sm_103) is not bitwise identical to the definition, so "
-    assert message.startswith(beginning)  # it names no sum
-    assert re.search(r": bf16/512_wide: \d+ of 512 outputs differ, .* recorded 0x\w{8}, computed 0x\w{8}; ", message)
-    assert message.endswith("; or numerics=tree")
-
-
 AMPERE = "it keeps 24 bits and adds 8 products at once, as Ampere and Ada GPUs do"
+GPU_0 = "numerics=portable: GPU 0 (NVIDIA B300, sm_103)"
+_WORDS = r"\d+ of \d+ outputs differ, .* recorded 0x\w{8}, computed 0x\w{8}"
+# How a GPU multiplies -> whether a run is in FP8, how its refusal begins, the case that it names, and how it ends.
+REFUSED = {
+    "24 bits": (of_24_bits, False, f"{GPU_0} is not bitwise identical to the definition, so ",  # it names no sum
+                rf": bf16/512_wide: {_WORDS}; ", "; or numerics=tree"),
+    "ampere": (of_ampere, False, f"{GPU_0} is not bitwise identical to the definition ({AMPERE}), so the run's ledger",
+               ": bf16/", "; or numerics=tree"),
+    "fp8": (other_fp8, True, f"{GPU_0} adds FP8 GEMMs in another order (Blackwell is expected to)",
+            rf": e4m3_e4m3_128x128/\w+: {_WORDS}", " more; precision=bf16 or precision=mxfp8, or numerics=tree"),
+}  # fmt: skip
 
 
-def test_a_run_on_an_ampere_card_is_refused_with_what_it_computes(gpu_0):
-    gpu_0(of_ampere)
-    with pytest.raises(
-        RunError, match=re.escape(f"not bitwise identical to the definition ({AMPERE}), so the run's ledger")
-    ):
-        definition.require_conformance(0)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0, name):
+    gemm, fp8, beginning, case, end = REFUSED[name]
+    gpu_0(gemm)
+    if fp8:
+        definition.require_conformance(0)  # in bf16 it may run
+    with pytest.raises(RunError) as refused:
+        definition.require_conformance(0, fp8=fp8)
+    message = str(refused.value)
+    assert (message.startswith(beginning), message.endswith(end)) == (True, True), message
+    assert re.search(case, message)
 
 
 def test_a_file_of_an_ampere_card_is_named(tmp_path, cli):
@@ -264,28 +238,6 @@ def test_a_file_of_an_ampere_card_is_named(tmp_path, cli):
     conformance.write(file, short, of_ampere, metadata)
     done = cli("conformance", "--check", str(file))
     assert (done.status, done.out.splitlines()[0].endswith(f"cases differ; {AMPERE}")) == (1, True)
-
-
-def test_a_run_in_fp8_on_a_gpu_that_adds_fp8_otherwise_is_refused(gpu_0):
-    gpu_0(other_fp8)
-    definition.require_conformance(0)  # in bf16 it may run
-    with pytest.raises(RunError) as refused:
-        definition.require_conformance(0, fp8=True)
-    message = str(refused.value)
-    assert message.startswith(
-        "numerics=portable: GPU 0 (NVIDIA B300, sm_103) adds FP8 GEMMs in another order (Blackwell is expected to)"
-    )
-    assert re.search(r": e4m3_e4m3_128x128/\w+: \d+ of \d+ outputs differ, .* recorded 0x\w{8}, computed 0x", message)
-    assert message.endswith(" more; precision=bf16 or precision=mxfp8, or numerics=tree")
-
-
-def test_conformance_name_a_gpu_that_adds_fp8_otherwise(a_gpu, cli):
-    """It can run all else."""
-    a_gpu(other_fp8)
-    done = cli("conformance")
-    assert done.status == 1
-    assert re.search(rf"adds in another way: \d+ of {CASES} cases differ\n  e\dm\d_", done.out)
-    assert "bf16/" not in done.out
 
 
 def test_a_run_on_a_machine_with_other_functions_is_refused(monkeypatch):
@@ -386,11 +338,6 @@ def test_a_card_without_bf16_is_refused_by_name(card, monkeypatch, capsys):
     assert "Tesla T4 (sm_75) has no tensor cores for bf16" in capsys.readouterr().out
 
 
-def _changed(report, change):
-    change(report)
-    return json.dumps(report)
-
-
 DAMAGE = {
     "format": lambda r: r.update(format="tpi conformance 9"),
     "no results": lambda r: r.pop("results"),
@@ -415,7 +362,8 @@ def test_damaged_json_is_no_recording(card, tmp_path, damage):
     file = tmp_path / "x.json"
     file.write_text(json.dumps(report))
     assert len(conformance.read(file).cases) == 1
-    file.write_text(_changed(report, damage))
+    damage(report)
+    file.write_text(json.dumps(report))
     with pytest.raises(RunError, match="is no recording of tpi conformance"):
         conformance.read(file)
 
