@@ -42,7 +42,7 @@ def test_a_guard_is_quiet_and_changes_no_bit(trained, name):
 
 
 @pytest.mark.parametrize(
-    "when, judge", (("once", "its own repetition, "), ("always", "at other places of the launches"))
+    "when, judge", (("once", "its own recomputation, "), ("always", "at other offsets of the launches"))
 )
 def test_a_shadow_step_names_the_rank(tmp_path, when, judge):
     done = subprocess.run(

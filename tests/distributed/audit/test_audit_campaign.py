@@ -109,7 +109,7 @@ def cells_of_layouts_and_losses() -> Configurations:
 
 
 def ran(here, monkeypatch, judged, concurrency=2, known=None, **more):
-    monkeypatch.setattr(campaign, "Cells", lambda *_: cells_of_layouts_and_losses())
+    monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())
     audits, answers = begun(here), Answers(judged, known)
     monkeypatch.setattr(campaign, "ConcurrentRuns", answers)
     monkeypatch.setattr(campaign, "concurrency", lambda device: concurrency)
@@ -128,7 +128,7 @@ def resumed(here, monkeypatch, trials, judged, **more):
     """A campaign with the trials of an earlier start."""
     monkeypatch.setattr(campaign, "choose_for_several", lambda directory, name: here / "resumed")
     original = campaign.State
-    monkeypatch.setattr(campaign, "State", lambda model, overrides: original(model, overrides, trials))
+    monkeypatch.setattr(campaign, "State", lambda model, overrides, **more: original(model, overrides, trials, **more))
     return ran(here, monkeypatch, judged, **more)
 
 

@@ -73,7 +73,7 @@ def test_a_shadow_step_finds_a_fault_of_its_step(tpi, kernel, always):
     assert re.search(r"^rank 1 on ", message, re.MULTILINE)
     assert "one of these is wrong" not in message
     proven = kernel in ("product", "contraction", "attention")
-    assert ("at other places of the launches" in message) is (always and not proven)
+    assert ("at other offsets of the launches" in message) is (always and not proven)
     # A fault that comes again is sampled in the repetition, with operands; of any other the file has digests.
     tpi("check", files(tpi)[0], status=1 if always and kernel in ("product", "contraction") else 2)
 
@@ -106,7 +106,7 @@ def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
 
     message = guard_message(tpi, TwoFaults(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
     assert message.startswith("silent data corruption at step 3: ")
-    assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
+    assert re.search(r"\nrank 1 on .*\njudged by its own recomputation, ", message)
     assert "not comparable: nothing was computed again" in tpi("check", files(tpi)[0], status=2).stdout
 
 
@@ -227,7 +227,7 @@ def test_routers_count_each_data_shard_by_itself(tpi, kept):
     words = (*KEEPING[kept].replace("seq=32", "seq=64").split(), *SEVERAL, "iters=2", *EVERY_STEP)
     message = guard_message(tpi, fault, *words)
     assert "silent data corruption at step 2: backward pass at the " in message
-    assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
+    assert re.search(r"\nrank 1 on .*\njudged by its own recomputation at other offsets", message)
     assert "one of these is wrong" in guard_message(tpi, _joined(fault), *words, run="control")
 
 
@@ -238,8 +238,8 @@ def test_a_repetition_begins_as_the_step_did(tpi, kept, always):
     """The passes of a step end with other biases of experts."""
     words = (*KEEPING[kept].split(), *SEVERAL, "iters=2", *EVERY_STEP)
     message = guard_message(tpi, Planted("norm", always=always), *words)
-    assert re.search(r"\nrank 1 on .*\njudged by its own repetition", message)
-    assert ("at other places" in message) is always
+    assert re.search(r"\nrank 1 on .*\njudged by its own recomputation", message)
+    assert ("at other offsets" in message) is always
 
 
 def checks(run):

@@ -124,7 +124,7 @@ MISTAKES = (
     ([*RUN, "tp=1,2", "dataset.seq_length=64", "--verify"], ["Megatron-Bridge refuses this configuration: ", "64"]),
     ([*RUN, "--against", "x"], ["--against belongs to --verify"]),
     ([*RUN, "tp=1,2"], ["one run takes one value for tp"]),
-    ([*RUN, "tp=1,2", "slurm.tries=5,6", "--verify"], ["slurm.tries=5, 6: the cells are one array"]),
+    ([*RUN, "tp=1,2", "slurm.tries=5,6", "--verify"], ["slurm.tries=5, 6: the configurations are one array"]),
     ([*RUN, "tp=1,2", "run.dir=x", "--verify"], ["--dir PATH"]),
 )
 
@@ -192,7 +192,7 @@ def test_where_a_job_cannot_go_on_with_a_run_it_stays_as_it_was(cli, slurm, here
         "Invalid qos": cli("submit", "--resume", "a", "slurm.time=9"),
         "rng.seed was 1234 and is 7 now": cli("submit", "--resume", "a", "seed=7"),
         "run.dir=b: the job goes on in": cli("submit", "--resume", "a", "run.dir=b"),
-        "checkpoint.ckpt_step=3: each try": cli("submit", "--resume", "a", "checkpoint.ckpt_step=3"),
+        "checkpoint.ckpt_step=3: each start": cli("submit", "--resume", "a", "checkpoint.ckpt_step=3"),
         "--resume and --verify are different kinds": cli("submit", "--resume", "a", "--verify"),
         "none is not a run directory": cli("submit", "--resume", "none"),
     }

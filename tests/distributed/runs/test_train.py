@@ -78,8 +78,8 @@ def test_tensorboard_gets_bridges_curves(runs):
     assert runs.lines[4] == "starting 1 cpu rank …"
     assert runs.lines[-3:] == [
         "ledger: tp1/ledger.jsonl",
-        "curves: tensorboard --logdir tp1/tensorboard",
-        "next: tpi compare tp1 tp2-again   tpi report tp1 tp2-again",
+        "tensorboard --logdir tp1/tensorboard",
+        "next: tpi compare tp1 RUN_B   tpi report tp1",
     ]
 
 
