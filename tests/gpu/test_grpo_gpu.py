@@ -19,10 +19,12 @@ pytestmark = [
 
 
 def test_the_example_has_one_ledger(tmp_path):
-    command = [sys.executable, str(ROOT / "examples/grpo.py"), "iters=3"]
-    started = [
-        subprocess.Popen([*command, f"run.dir={tmp_path / name}", words], cwd=ROOT) for name, words in RUNS.items()
-    ]
+    started = []
+    for name, words in RUNS.items():
+        ranks = "2" if words == "tp=2" else "1"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        command = [*torchrun, str(ROOT / "examples/grpo.py"), str(tmp_path / name), "iters=3", words]
+        started.append(subprocess.Popen(command, cwd=ROOT))
     assert [process.wait() for process in started] == [0] * len(RUNS)
     for name, status in {"second": 0, "cpu": 0, "control": 2}.items():
         words = ["compare", str(tmp_path / "first"), str(tmp_path / name)]

@@ -363,8 +363,9 @@ PROGRAM = ROOT / "examples/pretrain.py"
 LINE = re.compile(r"step \d: loss \S+, gradient norm \S+")
 # The control starts from the weights that the switch gives, so that sums alone can differ.
 CONTROL = f"""
-import runpy
+import runpy, sys
 from megatron.core.models.gpt import GPTModel
+from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.numerics.megatron.init import initialise
 
 original = GPTModel.__init__
@@ -374,26 +375,57 @@ def begin(self, *args, **kwargs):
     initialise([self], seed=1)
 
 GPTModel.__init__ = begin
-runpy.run_path({str(PROGRAM)!r}, run_name="__main__")
+sys.argv.append("--stock")
+with cpu.megatron_core():
+    runpy.run_path({str(PROGRAM)!r}, init_globals={{}}, run_name="__main__")
 """
 
 
-def lines(program, size, switch):
+def lines(program, size):
     """What `torchrun --nproc-per-node SIZE` prints of losses and gradient norms."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    variables = {"NVTE_TP_INVARIANT_MODE": switch, "TPI_SHARDS": "8", "PYTHONPATH": str(ROOT)}
+    variables = {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, str(program)], capture_output=True, text=True, env=os.environ | variables)
     assert done.returncode == 0, done.stderr[-3000:]
     return LINE.findall(done.stdout)
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("switch", ("1", "0"))
-def test_it_has_one_result_and_without_the_switch_several(tmp_path, switch):
+@pytest.mark.parametrize("invariant", (True, False))
+def test_it_has_one_result_and_without_patch_mode_several(tmp_path, invariant):
     program = PROGRAM
-    if switch == "0":
+    if not invariant:
         program = tmp_path / "control.py"
         program.write_text(CONTROL)
-    first, second = (lines(program, size, switch) for size in (1, 2))
+    first, second = (lines(program, size) for size in (1, 2))
     assert len(first) == len(second) == 3
-    assert (first == second) == (switch == "1")
+    assert (first == second) == invariant
+
+
+def in_a_block(mesh):
+    """Losses and norms of two blocks, one after the other, and what is said of a model whose block has ended."""
+    from megatron.core.transformer import TransformerConfig
+
+    from tp_invariant_recipes.patch_mode import invariant
+
+    seen = []
+    with megatron(mesh):
+        before = dict(os.environ), torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        for _ in range(2):
+            with invariant(virtual_shards=V):
+                seen.append(program(mesh, True, {}, {})[0])
+                gpt = model(config(mesh, bf16=True, params_dtype=torch.bfloat16))
+                for again in (invariant.enable, invariant(virtual_shards=V).__enter__):
+                    with pytest.raises(ConfigError, match="in force already"):
+                        again()
+        with pytest.raises(ConfigError, match=r"^the block of tpi\.invariant\(\) that built this model has ended"):
+            gpt(torch.zeros(1, SEQUENCE, dtype=torch.int64), None, None)
+        after = dict(os.environ), torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert after == before
+    assert not hasattr(TransformerConfig, "virtual_shards")
+    return seen
+
+
+def test_a_block_takes_back_all_that_it_has_changed(bridge):
+    one, two = (on_ranks(size, V, in_a_block)[0] for size in (1, 2))
+    assert one[0] == one[1] == two[0] == two[1]

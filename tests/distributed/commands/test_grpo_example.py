@@ -39,10 +39,12 @@ def test_the_reward_is_greatest_for_the_sum(grpo):
     assert (rewards[0], rewards[-1]) == (1, 0)
 
 
-def run(folder, name, *words, change=""):
-    program = f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\n{change}\nimport grpo\n"
-    program += f"grpo.main({['iters=3', f'run.dir={name}', 'device=cpu', *words]!r})"
-    command = [sys.executable, "-c", program]
+def run(folder, name, *words, change="", ranks=1):
+    (folder / f"{name}.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\n{change}\nimport grpo\ngrpo.main(*sys.argv[1:])"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*torchrun, f"{name}.py", name, "iters=3", "device=cpu", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / name / "rewards.jsonl").read_text().splitlines()]
@@ -55,7 +57,7 @@ def run(folder, name, *words, change=""):
 def test_rollouts_and_trainer_agree_in_every_layout(shared):
     """Controls: a bit of the rollouts, and another learning rate."""
     folder = shared.folder
-    first, second = run(folder, "grpo-1"), run(folder, "grpo-2", "tp=2")
+    first, second = run(folder, "grpo-1"), run(folder, "grpo-2", "tp=2", ranks=2)
     assert first == second
     assert [row["largest_log_ratio"] for row in first] == [0.0] * 3
     assert (folder / "grpo-1" / "reward.svg").stat().st_size > 1000

@@ -195,3 +195,11 @@ def test_a_machine_without_loopback(machine_with, tmp_path, monkeypatch):
     assert problem.startswith(
         "ranks meet at 127.0.0.1, which no process of this machine reaches: Network is unreachable"
     )
+
+
+def test_a_rank_of_torchrun_starts_no_ranks(machine_with, tmp_path, monkeypatch):
+    machine_with([], ALL)
+    preflight_check(tmp_path, "qwen3_toy", device="cpu")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    (problem,) = preflight_problems(tmp_path, "qwen3_toy", device="cpu")
+    assert problem == "torchrun has started this process as a rank; tpi.pretrain(tpi.recipe(…)) starts no other"

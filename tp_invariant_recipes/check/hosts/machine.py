@@ -186,6 +186,11 @@ def _memory(start: PendingRun) -> list[Problem]:
     return [Problem("", text) for text in available_memory.problems(start.config, here=start.here)]
 
 
+def _torchruns(config: RunConfig) -> bool:
+    """Whether this process is one that torchrun has started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _here(test: Callable[[RunConfig], Any], text: str = "", solve: str = "", key: str = "") -> Rule[PendingRun]:
     """Return a rule about the machine that ranks run on."""
     head = (lambda start: key) if key else None
@@ -193,6 +198,7 @@ def _here(test: Callable[[RunConfig], Any], text: str = "", solve: str = "", key
 
 
 LAYERS = (
+    _here(_torchruns, "torchrun has started this process as a rank", "tpi.pretrain(tpi.recipe(…)) starts no other"),
     _here(_gpus),
     _here(_optimizer),
     _here(_fused_gradients, "only Megatron's own layers on a GPU fuse them", f"{_FUSED}=false", f"{_FUSED}=true"),
