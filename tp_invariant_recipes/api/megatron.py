@@ -3,14 +3,14 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config import container as containers
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, changed, parse, requested
+from tp_invariant_recipes.config.overrides import changed, requested
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.settings import environment, schema
@@ -129,52 +129,30 @@ def _checked(config: "ConfigContainer") -> RunConfig:
             'tpi.pretrain takes what tpi.recipe returns; of a recipe of Bridge: tpi.recipe("recipe=NAME")'
         )
     now = _values(config)
-    differing = [path for path in made.values.keys() | now.keys() if _other(made.values.get(path), now.get(path))]
-    objects = [path for path in differing if isinstance(now.get(path), _Object) or path not in now]
-    refuse(
-        [
-            f"{path}: tpi.pretrain cannot record what you have set there; a recipe of your own can have it: "
-            "recipe=FILE.py:FUNCTION"
-            for path in sorted(objects)
-        ]
-    )
-    if not differing:
-        return made.composed.config
-    words: list[Override] = [parse(f"{path}={value_text(now[path])}") for path in sorted(differing)]
-    composed = compose(
-        made.composed.model,
-        changed(made.composed.overrides, words),
-        device=made.composed.config.device.kind,
-        also=input_problems,
-    )
-    return composed.config
+    differing = sorted(path for path in made.values.keys() | now.keys() if made.values.get(path) != now.get(path))
+    lost = "tpi.pretrain cannot record what you have set there; recipe=FILE.py:FUNCTION of your own can have it"
+    refuse([f"{path}: {lost}" for path in differing if isinstance(now.get(path, _Object()), _Object)])
+    before, device = made.composed, made.composed.config.device.kind
+    words = changed(before.overrides, [f"{path}={value_text(now[path])}" for path in differing])
+    return compose(before.model, words, device=device, also=input_problems).config if differing else before.config
 
 
 @dataclass(frozen=True)
 class _Object:
-    """A value that no text expresses. parts: the identities of its elements, of a list."""
+    """A value that no text expresses. identity: of the object, which is held, and of a list's elements."""
 
-    value: Any
-    parts: tuple[int, ...]
-
-
-def _other(before: Any, now: Any) -> bool:
-    if isinstance(before, _Object) and isinstance(now, _Object):
-        return before.value is not now.value or before.parts != now.parts
-    return type(before) is not type(now) or before != now
+    identity: tuple[int, ...] = ()
+    value: Any = field(default=None, compare=False)
 
 
 def _values(container: "ConfigContainer") -> dict[str, Any]:
-    """Return dotted path -> value of the fields of all sections: as a text has it, or an _Object."""
+    """Return dotted path -> value of the fields of all sections, as a text has it; or an _Object."""
     values: dict[str, Any] = {}
-    for field in fields(container):
-        part = getattr(container, field.name)
-        inner = (
-            recipe_fields.values(part) if field.name in schema.BRIDGE_SECTIONS and part is not None else [("", part)]
-        )
-        for name, value in inner:
+    for section, part in vars(container).items():
+        settings = section in schema.BRIDGE_SECTIONS and part is not None
+        for name, value in recipe_fields.values(part) if settings else [("", part)]:
             plain = recipe_fields.serialize(value)
             if plain is recipe_fields.MISSING:
-                plain = _Object(value, tuple(map(id, value)) if isinstance(value, list | tuple) else ())
-            values[f"{field.name}.{name}".rstrip(".")] = plain
-    return values
+                plain = _Object((id(value), *(map(id, value) if isinstance(value, list) else ())), value)
+            values[f"{section}.{name}".rstrip(".")] = plain
+    return {path: value for path, value in values.items() if path != MADE}

@@ -53,10 +53,10 @@ def test_text_is_prepared(tmp_path):
 def test_what_is_set_in_a_container_counts_like_an_override():
     config = tpi.recipe("qwen3_toy", TOY)
     assert megatron._checked(config) is getattr(config, megatron.MADE).composed.config
-    config.model.num_layers, config.optimizer.lr = 2, 1e-4
+    config.model.num_layers, config.optimizer.lr = 2, 1e-3
     config.mixed_precision = None
     run = megatron._checked(config)
-    assert (run.model["num_layers"], run.at("optimizer.lr"), run.mixed_precision) == (2, 1e-4, None)
+    assert (run.model["num_layers"], run.at("optimizer.lr"), run.mixed_precision) == (2, 1e-3, None)
 
 
 def _set_size(config):
