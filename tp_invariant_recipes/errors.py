@@ -94,7 +94,7 @@ class RunError(TpiError):
 
 
 class HardwareFault(RunError):
-    """A processor has computed or kept wrong bits (docs/guard.md)."""
+    """A processor has computed or kept corrupted values (docs/guard.md)."""
 
 
 class CheckpointError(TpiError):

@@ -42,7 +42,7 @@ ROTARY = ("rotary_base", "rope_scaling", "rope_scaling_factor")  # arguments of 
 
 
 def switched_on(variables: dict[str, str]) -> NumericsSettings | None:
-    """Return the numerics if the switch is on, None if it is off. Raises ConfigError for what is neither."""
+    """Return the numerics if the patch mode is on, None if it is off. Raises ConfigError for what is neither."""
     value, shards, mode = variables.get(SWITCH, "0"), variables.get(SHARDS, "8"), variables.get(NUMERICS, MODES[0])
     if value not in ("0", "1"):
         raise ConfigError(f"{SWITCH}={value}: 1 makes Megatron-Core invariant, 0 leaves it alone")

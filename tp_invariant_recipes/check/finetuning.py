@@ -14,7 +14,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 def uncovered(numerics: str, pp: int, *, fp8: bool, ahead: bool) -> list[str]:
-    """Return what the engine does not cover, a line each. ahead: whether a model has multi-token prediction."""
+    """Return what the engine does not cover, a line each. ahead: whether a model has MTP."""
     arithmetic = mode.find(numerics)
     inexact = arithmetic is None or not arithmetic.any_machine
     cached = "a cached row is not shown to have the bits of a whole pass"

@@ -131,7 +131,7 @@ def _per_layer(name: str) -> Rule[RunConfig]:
 
 
 def _repeats_a_delta_net(config: RunConfig) -> bool:
-    """Whether multi-token prediction stands behind a gated delta net."""
+    """Whether MTP stands behind a gated delta net."""
     every, layers = config.model.get("linear_attention_freq"), config.shape.layers
     if not (config.shape.depths and every and layers and families.delta_sizes(config.model)):
         return False

@@ -120,9 +120,9 @@ class Comparison:
 def compare(a: Ledger, b: Ledger, *, repetition: bool = False) -> Comparison:
     """Compare headers, then every common step bit for bit, in one pass over both.
 
-    Steps and digests that only one ledger has are no difference (a run may be killed or still running, and digests cost
-    time), but the counts show them. So are traced tensors, unless both runs have the same modules. Replicas that
-    disagree in either run are a difference.
+    Steps and digests that only bitwise identical ledgers has are no difference (a run may be killed or still running,
+    and digests cost time), but the counts show them. So are traced tensors, unless both runs have the same modules.
+    Replicas that disagree in either run are a difference.
     LedgerError: a step that is still in a file cannot be read.
 
     repetition: `b` is `a` trained again. Then replicas that disagree in the same way in both are no difference, and

@@ -141,7 +141,8 @@ class TensorDeviation:
     shape:  of the error, in words; None: it has none, or there is no error.
     size:   RMS of the error relative to the reference's; None: the reference is 0.
     rms:    of the reference. dims: the shape of the whole tensor.
-    sees:   the smallest such RMS that is beyond rounding; None: likewise, or a tensor has fewer than FEW elements.
+    sees:   the smallest such RMS that is outside rounding-error tolerance; None: likewise, or a tensor has fewer than
+    FEW elements.
     """
 
     step: int

@@ -38,7 +38,7 @@ SPEC_FIELDS = {
 _SPEC = "tp_invariant_recipes.numerics.megatron.spec"
 _DELTA_BLOCK = f"tp_invariant_recipes.{families.DELTA_BLOCK.replace(':', '.')}"
 _LATENT = "tp_invariant_recipes.numerics.megatron.attention.mla"
-# What stands there under stock numerics, where it is not the provider's own: Bridge's default has no latent attention.
+# What stands there under stock numerics, where it is not the provider's own: Bridge's default has no MLA.
 STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.mla_block_spec"}
 # What stands there when `model.transformer_impl=local`: Megatron-Core's own layers.
 LOCAL_SPECS = {

@@ -23,7 +23,7 @@ LEAST_STEPS = {"full": 6, "te": 10}
 OPTIONS = tuple(LEAST_STEPS)
 
 # (tp, ep) at which graphs of a whole step of experts were compared with eager runs (docs/audit.md): beside attention,
-# and beside Mamba or latent attention.
+# and beside Mamba or MLA.
 _COMPARED = {(1, 1), (1, 2), (1, 4), (2, 2)}
 _COMPARED_MIXED = {(1, 2)}
 

@@ -161,7 +161,7 @@ EXPERTS_OFF = (
     *("moe_expert_rank_capacity_factor", "moe_mlp_glu_interleave_size"),
     "overlap_dispatch_backward_with_experts_wgrad",
 )
-# The same of multi-latent attention, and of multi-token prediction.
+# The same of multi-latent attention, and of MTP.
 LATENT_OFF = ("cache_mla_latents", "mla_down_proj_fusion")
 MULTI_TOKEN_OFF = ("mtp_detach_heads",)
 MULTI_TOKEN_PATTERN = "mtp_hybrid_override_pattern"

@@ -35,7 +35,7 @@ class SubmittedJob(Record):
 
 @dataclass(frozen=True)
 class SubmissionFile(Record):
-    """`submission.json`, as far as it is read. cells: names of a verify's cells, in order."""
+    """`submission.json`, as far as it is read. cells: names of a verify's configurations, in order."""
 
     schema: Literal[1]
     jobs: Listed[SubmittedJob]
@@ -58,8 +58,8 @@ class JobPart:
     """A SLURM job, or one task of an array.
 
     job, task: its id, and its number in the array; None: it is not in an array.
-    role:      "train", "cell" (of a verify) or "judge".
-    run:       the run that it trains; for a judge, the directory of its cells.
+    role:      "train", "configuration" (of a verify) or "judge".
+    run:       the run that it trains; for a judge, the directory of its configurations.
     directory: the submission's directory.
     current:   whether the id still means this job to SLURM. False if a later submission got the same id: on another
                cluster, or on one that was set up anew.
@@ -79,7 +79,7 @@ class JobPart:
 
     @property
     def name(self) -> str:
-        """The name of its run: the last part of its directory, for a cell with the parent directory's name."""
+        """The name of its run: the last part of its directory, for a configuration with the parent directory's name."""
         return f"{self.directory.name}/{self.run.path.name}" if self.role == CELL else self.directory.name
 
     @property

@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class ConfigurationStep:
-    """A cell of a verify: its name, the words that start its step, its overrides."""
+    """A configuration of a verify: its name, the words that start its step, its overrides."""
 
     name: str
     srun: tuple[str, ...]
@@ -98,7 +98,7 @@ def array(job: Job, config: RunConfig, model: str, cells: Sequence[Configuration
 
 
 def judge(job: Job, config: RunConfig, command: Sequence[str], directory: Path, needed: Sequence[Path]) -> str:
-    """Return the script that judges or lists the cells when all have ended. command: without the directory.
+    """Return the script that judges or lists the configurations when all have ended. command: without the directory.
 
     needed: the paths that it reads.
     """
@@ -161,7 +161,7 @@ def _option(text: str) -> str:
 
 @dataclass(frozen=True)
 class JobScript:
-    """One job. role: as in submission.json: "train", "cells" or "judge"."""
+    """One job. role: as in submission.json: "train", "configurations" or "judge"."""
 
     role: str
     file: Path
@@ -181,7 +181,7 @@ class PlannedSubmission:
     write:    writes the runs, before the scripts.
     after:    ids of the jobs that must have ended well before the first of these begins.
     unseen:   requirements of the nodes that this host cannot check, a line each.
-    omitted: combinations of a matrix that no run can have.
+    omitted: combinations of a sweep that no run can have.
     warnings: what may end a run early, although nothing refuses it.
     resumed:  whether the directory holds a run, with which the job goes on.
     completed: why there is nothing to submit: the run has all its steps; None: there is.

@@ -41,10 +41,10 @@ from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.sizing.memory import estimate
 
 IN_A_JOB = "launcher=slurm"
-# The configurations of a matrix are tasks of one array, so all of them have the same values in these sections.
+# The configurations of a sweep are tasks of one array, so all of them have the same values in these sections.
 ARRAY_SECTIONS = ("cluster", "slurm")
 
-JUDGE_TIME = "30:00"  # time limit of the comparison, or the cells' time limit if that is shorter
+JUDGE_TIME = "30:00"  # time limit of the comparison, or the configurations' time limit if that is shorter
 
 
 def train(
@@ -187,7 +187,7 @@ def several(
 def _array_scripts(
     model: str, verification: verify.Verification, allocated: Allocation, about: str, files: Sequence[Path]
 ) -> tuple[JobScript, JobScript]:
-    """Return the script of the array, and the one of the job that judges the cells.
+    """Return the script of the array, and the one of the job that judges the configurations.
 
     files: the cluster's own.
     """

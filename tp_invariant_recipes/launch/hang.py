@@ -181,7 +181,7 @@ Standing = Literal["stopped", "silent", "busy", "waits"]
 class RankState(Record):
     """The state of one rank, as nodes send it to each other.
 
-    count:   its signs of life: the fewest is the furthest behind.
+    count:   its heartbeats: the fewest is the furthest behind.
     place:   its phase: "in step 12". late: the overdue step: "has not ended step 12".
     seconds: since its last sign.
     at:      the collective that it waits for, or its innermost frame and the callers.

@@ -56,7 +56,7 @@ class Plan:
     here:        as in Planning.
     completed:   whether all its steps are made, so that nothing is to be trained or written.
     data_missing: whether text has yet to be prepared; such a plan is for `tpi train --dry-run` alone.
-    attempts:    recorded attempts when this was planned; None: there was no run.
+    attempts:    recorded restarts when this was planned; None: there was no run.
     remark:      a sentence about resuming the run for the user; None: nothing.
     text:        the files of text that it trains on, and those left out.
     """
@@ -216,7 +216,7 @@ def resolve_beside(composed: Composed, run_dir: RunDir, index_cache: Path, how: 
 
 
 def restarts_so_far(run_dir: RunDir) -> int | None:
-    """Return the recorded attempts; None where there is no run yet."""
+    """Return the recorded restarts; None where there is no run yet."""
     return len(restarts.read_restarts(run_dir)) if run_dir.run.exists() else None
 
 

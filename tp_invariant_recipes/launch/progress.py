@@ -41,7 +41,7 @@ class Tail:
     reported: bool = False
 
     def __post_init__(self) -> None:
-        self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier attempt's steps are not news
+        self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier restart's steps are not news
 
     def new(self) -> list[Any]:
         """Return the steps recorded since the last call.
@@ -89,7 +89,7 @@ class Lines:
         self.tail = Tail(plan.run_dir.progress, plan.steps)
         self.printed = 0.0
         before = plan.run_dir.bridge_log.stat().st_size if plan.run_dir.bridge_log.exists() else 0
-        self.position = before if log else None  # an earlier attempt's lines are not news
+        self.position = before if log else None  # an earlier restart's lines are not news
 
     def __enter__(self) -> "Lines":
         ranks = plural(self.plan.layout.world, f"{self.plan.device} rank")

@@ -58,7 +58,7 @@ class RankFailed(RunError):
 
     cause:  seconds since 1970 of the failure that began it; 0 where nothing but a signal ended the rank.
     user_error: it said itself what is wrong with the configuration, and would say so again.
-    hardware: it said that a processor has computed wrong bits; on others it would not.
+    hardware: it said that a processor has computed corrupted values; on others it would not.
     rank_states: of the ranks that hang, and of those that wait for them.
     """
 
@@ -155,7 +155,7 @@ def run(
     started: called once all processes exist, before any of them does anything.
     stepped: whether the ranks have made a step. Until then there is nothing to save: ranks that do not answer a request
              to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
-    limits:  seconds that a rank may give no sign of life; None: it may hang for ever.
+    limits:  seconds that a rank may give no heartbeat; None: it may hang for ever.
     """
     import torch.multiprocessing
 

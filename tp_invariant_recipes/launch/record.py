@@ -103,7 +103,7 @@ def check_current(plan: Plan) -> None:
 def write(plan: Plan, *, attempt: bool = True, job: RestartJob | None = None) -> None:
     """Write configuration, environment, versions and `run.json`. Raises RunError.
 
-    attempt: whether to record an attempt; submitting a job is none. job: the SLURM job that makes the attempt.
+    attempt: whether to record a restart; submitting a job is none. job: the SLURM job that makes the restart.
     """
     run_dir = plan.run_dir
     so_far = restarts.read_restarts(run_dir)

@@ -28,7 +28,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.values import value_text
 
-# Overrides of one attempt and not of the run: the step it resumed from, and what started its ranks.
+# Overrides of one restart and not of the run: the step it resumed from, and what started its ranks.
 OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
 LR_DECAY = "scheduler.lr_decay_iters"
 # A repetition also has another directory.
@@ -128,7 +128,7 @@ def _by_present_name(run_dir: RunDir, before: RunFile) -> RunFile:
 
 
 def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
-    """Compose with the device and numerics of an earlier attempt, whatever the defaults are here and now."""
+    """Compose with the device and numerics of an earlier restart, whatever the defaults are here and now."""
     return compose(before.model, latest(overrides), device=before.device, numerics=before.numerics["mode"])
 
 
@@ -199,7 +199,7 @@ def _checkpoint(plan: Plan, step: int | None) -> RunCheckpoint | None:
 
 
 def completed_steps(run_dir: RunDir) -> int | None:
-    """Return the steps of a run whose last attempt completed; None: it did not, or the ledger lacks its last step."""
+    """Return the steps of a run whose last restart completed; None: it did not, or the ledger lacks its last step."""
     *_, last = (None, *restarts.read_restarts(run_dir))
     with suppress(OSError, ValueError):  # a ledger that cannot be read is refused later, with the reason
         if last and last.outcome == Outcome.COMPLETED.value and last_step(run_dir.ledger).step == last.to_step:
@@ -267,7 +267,8 @@ def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
 
 
 def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunCheckpoint) -> None:
-    """Raise ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
+    """Raise ConfigError: in this layout later steps would not be bitwise identical, or the checkpoint cannot be
+    read."""
     degrees, manifest = plan.layout.as_dict(), checkpoint.read_manifest()
     separate = fingerprint.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
     now = {"numerics": plan.config.section("numerics"), "layout": degrees}

@@ -1,4 +1,4 @@
-"""The evidence of wrong bits: one file that `tpi check` judges on any machine, without the run (docs/guard.md).
+"""The evidence of corrupted values: one file that `tpi check` judges on any machine, without the run (docs/guard.md).
 
 A file of safetensors, with an `Evidence` as its metadata. Neither Megatron nor a GPU is needed to read it.
 """
@@ -18,14 +18,15 @@ SUFFIX = ".evidence"
 LARGEST = 4096 * MIB
 _METADATA = "evidence"
 
-# What has found the wrong bits.
+# What has found the corrupted values.
 PRODUCT, ATTENTION, OPTIMIZER = "product", "attention", "optimizer"
 REPLICAS, MEMORY, SHADOW = "replicas", "memory", "shadow"
 
 
 @dataclass(frozen=True)
 class Suspect(Record):
-    """A rank that may have computed wrong bits. device: its processor; uuid, serial: of a GPU, if the driver tells."""
+    """A rank that may have computed corrupted values. device: its processor; uuid, serial: of a GPU, if the driver
+    tells."""
 
     rank: Count
     host: str
@@ -44,7 +45,7 @@ class Evidence(Record):
 
     detector: PRODUCT … SHADOW. step: counted from 1. where: the operation, in words.
     suspects: one rank, or all of which one is wrong. judge: what has told them apart, in words; None: nothing has.
-    outputs, of_, bits: wrong outputs, of all that were compared, and wrong bits of them.
+    outputs, of_, bits: wrong outputs, of all that were compared, and corrupted values of them.
     trusted:  the last step whose checkpoint is trusted; 0: the start.
     machine:  what must be alike where bits are computed again: versions and the processor; none: any will do.
     details:  what computes it again, beside the tensors.

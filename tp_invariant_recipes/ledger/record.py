@@ -26,7 +26,7 @@ _RESUMED = "resumed"  # the header's note that lists changes at each resume
 
 
 class LedgerWriter:
-    """Appends to one ledger: `LedgerWriter(path).create(header)` starts it, `resume` continues it."""
+    """Appends to bitwise identical ledgers: `LedgerWriter(path).create(header)` starts it, `resume` continues it."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = ledger_file(path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-PEERS = (2, 4, 8)  # GPUs of a host that may sum through each other's memory
+PEERS = (2, 4, 8)  # GPUs of a host that may sum through symmetric memory
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
 
 
 def _excluded(planned: Plan, cause: RankFailed) -> bool:
-    """Whether the job goes on without the nodes that have computed wrong bits: its script then excludes them."""
+    """Whether the job goes on without the nodes that have computed corrupted values: its script then excludes them."""
     noted = checkpoints.settle(planned.run_dir)
     if not (cause.hardware and noted and planned.config.guard.exclude):
         return False

@@ -141,7 +141,7 @@ def _pretrain_recorded(
             original(config, forward_step_func, callbacks=[*(callbacks or []), *ledger_callbacks, step])
 
 
-# What the switch sets.
+# What the patch mode sets.
 _NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "initial_weights": "invariant"}
 
 

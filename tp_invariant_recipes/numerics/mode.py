@@ -45,7 +45,7 @@ LAYER_NORM, LEARNED = "LayerNorm", "learned positions"
 LORA, FINETUNING, TOKEN_LOSS = "LoRA", "fine-tuning", "a loss divided by the tokens of a step"
 CONTEXT_SHARDS = "context parallelism"
 FP8 = "FP8"
-GUARD = "a guard"  # products that a host, or a repetition, can judge
+GUARD = "a guard"  # GEMMs that a host, or a repetition, can judge
 FP64_NORM = "a gradient norm of plain fp64 sums"  # depends on the order of its sum
 ALL_GRAPHS = frozenset({"te", "full"})  # options of cuda_graph=
 
@@ -57,7 +57,7 @@ class Mode(ABC):
     covers:           of EXPERTS … FP64_NORM, what it has invariant versions of; check/invariant/ refuses the rest.
     graphs:           options of cuda_graph= that its layers were captured with.
     any_machine:      whether every machine that computes it gives the same bits, not one architecture alone.
-    tries_products:   whether cuBLAS computes after a trial (numerics/gemm/defined.py), at a cost in memory.
+    tries_products:   whether cuBLAS computes after an exactness check (numerics/gemm/defined.py), at a cost in memory.
     gathers_operands: whether a rank holds whole operands of a split product.
     layers:           stock class -> MODULE:CLASS of this package, where they differ from megatron/spec.py's table.
     """
@@ -72,7 +72,7 @@ class Mode(ABC):
 
     @abstractmethod
     def definition(self, device: str) -> str | None:
-        """Return the version of a product as a ledger's header names it (`product` in `device`); None: a library's.
+        """Return the version of a GEMM as a ledger's header names it (`product` in `device`); None: a library's.
 
         device: "cpu" or "gpu".
         """
@@ -81,12 +81,12 @@ class Mode(ABC):
     def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
         """Raise RunError if the device computes other bits than the mode defines.
 
-        gpu: its index; None: the CPU. fp8: the run has products in FP8.
+        gpu: its index; None: the CPU. fp8: the run has GEMMs in FP8.
         """
 
     @abstractmethod
     def operands(self) -> "Plain":
-        """Return what the layers' products compute with, in bf16 or fp32 (numerics/layers/formats/)."""
+        """Return what the layers' GEMMs compute with, in bf16 or fp32 (numerics/layers/formats/)."""
 
     @abstractmethod
     def norm(self) -> "NormKernels":
@@ -108,7 +108,7 @@ def find(name: str) -> Mode | None:
 
 
 def definition(name: str, device: str) -> str | None:
-    """Return the version of a product of numerics=NAME, if it has one. device: "cpu" or "gpu"."""
+    """Return the version of a GEMM of numerics=NAME, if it has one. device: "cpu" or "gpu"."""
     mode = find(name)
     return mode.definition(device) if mode else None
 

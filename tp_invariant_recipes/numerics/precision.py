@@ -1,11 +1,11 @@
-"""Which products of a model are in FP8, and how their operands get scales. Nothing here imports torch."""
+"""Which GEMMs of a model are in FP8, and how their operands get scales. Nothing here imports torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 # What a ledger's header calls the arithmetic of the GEMMs (kernels/gemm/fp8_tiles.py) and of scales (quantize.py).
 DEFINITION = "fp8 tiles 1"
-# And that of rounding to MXFP8 (kernels/gemm/mxfp8.py); its products are those of bf16.
+# And that of rounding to MXFP8 (kernels/gemm/mxfp8.py); its GEMMs are those of bf16.
 MXFP8 = "mxfp8 1"
 
 

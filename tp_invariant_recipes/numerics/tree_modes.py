@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers.formats.plain import Plain
 
 # On a GPU: what kernels/gemm/fixed_tile_gemm.py computes. Whoever changes what numerics/gemm/gemm.py
-# computes so that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product
+# computes so that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a GEMM
 # is what a library gives for one shard, on the shard's own shape; that has no name. Triton's version belongs to the
 # name: it compiles these tiles, and the sums over rows of norms and losses.
 ON_GPU = f"fixed tiles 1 (Triton {installed('triton')})"
@@ -48,11 +48,11 @@ class Tree(mode.Mode):
     graphs: frozenset[str] = mode.ALL_GRAPHS
 
     def definition(self, device: str) -> str | None:
-        """Return the version of the fixed tiles; on a CPU a library computes."""
+        """Return the version of the fixed-tile GEMMs; on a CPU a library computes."""
         return ON_GPU if device == "gpu" else None
 
     def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
-        """Any machine will do whose fixed tiles walk k in order: products are defined on the one at hand."""
+        """Any machine will do whose fixed-tile GEMMs walk k in order: GEMMs are defined on the one at hand."""
         if gpu is not None:
             from tp_invariant_recipes.numerics.gemm.gemm import require_order
 
@@ -90,7 +90,7 @@ class Gather(Tree):
     gathers_operands: bool = True
 
     def definition(self, device: str) -> str | None:
-        """None: its kernel of fixed tiles has no version."""
+        """None: its kernel of fixed-tile GEMMs has no version."""
         return None
 
     def operands(self) -> "Plain":

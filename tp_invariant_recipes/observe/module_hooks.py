@@ -195,7 +195,7 @@ class _HookedModule:
         if self.name == ROOT and not recompute:
             self.stage.forward += 1
         micro_batch = self.stage.backward if recompute else self.stage.forward
-        if self.hooks.once and not recompute and micro_batch == self.latest:  # of multi-token prediction
+        if self.hooks.once and not recompute and micro_batch == self.latest:  # of MTP
             self.calls.append(None)
             return
         self.latest = self.latest if recompute else micro_batch

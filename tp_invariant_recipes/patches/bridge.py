@@ -102,7 +102,7 @@ def with_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def predicts_tokens_of_whole_sequences(config: RunConfig) -> bool:
-    """Whether a stock run has multi-token prediction on ranks that have whole sequences."""
+    """Whether a stock run has MTP on ranks that have whole sequences."""
     return bool(config.shape.depths and not config.numerics.invariant and config.layout.cp == 1)
 
 

@@ -114,7 +114,7 @@ def as_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shared_key_map() -> bool:
-    """Whether the installed function has one table of names, for dense layers without latent attention."""
+    """Whether the installed function has one table of names, for dense layers without MLA."""
     function = patch.source("megatron.core", "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules")
     return function.count("sharded_state_dict_keys_map") == 1
 
@@ -234,7 +234,7 @@ def split_sinks(config: RunConfig) -> bool:
 
 
 def predicts_tokens_over_cp(config: RunConfig) -> bool:
-    """Whether a stock run has multi-token prediction whose ranks have parts of a sequence."""
+    """Whether a stock run has MTP whose ranks have parts of a sequence."""
     return bool(config.shape.depths and config.layout.cp > 1 and not config.numerics.invariant)
 
 

@@ -26,7 +26,8 @@ class Fault:
     upstream: its report.
     effect:   what goes wrong, and when.
     meets:    whether a run with this configuration reaches it.
-    tensors:  pattern of the name of an audit's first tensor beyond rounding, or of the first state that is lost.
+    tensors:  pattern of the name of an audit's first tensor outside rounding-error tolerance, or of the first state
+    that is lost.
     form:     of the installed code that has it; None: of the code that needs the patch.
     patch:    what mends it; None: nothing here does. limit: where it does, in words; empty: everywhere.
     shows:    whether a run that meets it differs from an audit's reference, which may meet it, too.

@@ -1,1 +1,1 @@
-"""Everything that only numerics=portable needs: kernels stated to the last bit, layers, conformance."""
+"""Everything that only numerics=portable needs: kernels specified to the last bit, layers, conformance."""

@@ -153,7 +153,7 @@ def by_definition(a: Operand, b: Operand) -> Tensor:
 
 
 def on_gpu(index: int) -> Product:
-    """Return the product of fixed tiles on a GPU, which every other product there must agree with."""
+    """Return the fixed-tile GEMM on a GPU, which every other product there must agree with."""
 
     def gemm(a: Any, b: Any) -> Tensor:
         with torch.cuda.device(index):

@@ -1,4 +1,5 @@
-"""numerics=portable: arithmetic that is stated to the last bit, so that every machine that computes it has one ledger.
+"""numerics=portable: arithmetic that is specified to the last bit, so that every machine that computes it has bitwise
+identical ledgers.
 
 `DEFINITION` is the version of all statements together: kernels/gemm/segmented_k_gemm.py (products),
 portable/ieee/ (all else), and the orders of sums across shards (numerics/sums/tree.py). Whoever changes one of them

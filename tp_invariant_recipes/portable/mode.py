@@ -1,4 +1,4 @@
-"""numerics=portable: the sums of numerics=tree, over operations that are stated to the last bit."""
+"""numerics=portable: the sums of numerics=tree, over operations that are specified to the last bit."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -73,7 +73,7 @@ class Portable(Tree):
         return cross_entropy.LossKernels(ieee.sum_of_exponentials, ieee.softmax_gradient, ieee.logarithm)
 
     def replacements(self) -> tuple[Replacement, ...]:
-        """Functions of Megatron and torch whose operations are stated instead."""
+        """Functions of Megatron and torch whose operations are specified instead."""
         return REPLACEMENTS
 
 

@@ -38,7 +38,7 @@ from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.reading import Bounds, Count, Record, checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 
-HEARTBEAT = 5.0  # seconds between two signs of life
+HEARTBEAT = 5.0  # seconds between two heartbeats
 STALE = 120.0  # seconds; NFS may show other hosts an old state of a file for 60
 WATCH = 3 * HEARTBEAT  # seconds to watch an old heartbeat: the clocks of two hosts may differ
 LEAVING = 60.0  # seconds that the ranks of a dead launcher, or an earlier try of this job, get to end
@@ -87,7 +87,7 @@ class Lock:
     released: threading.Event = field(default_factory=threading.Event)
 
     def beat(self) -> None:
-        """Write a sign of life every HEARTBEAT seconds, until the lock is released or somebody else's."""
+        """Write a heartbeat every HEARTBEAT seconds, until the lock is released or somebody else's."""
         while not self.released.wait(HEARTBEAT):
             with suppress(OSError):  # a full disk or a server that is away: the next one may succeed
                 there = _read(self.descriptor)

@@ -27,7 +27,7 @@ from tp_invariant_recipes.runs.sweep_dir import SweepDir
 
 # The states of a run; those of `outcome` in run.json, and:
 RUNNING, COMPLETED, STOPPED, FAILED = "running", "completed", "stopped", "failed"
-KILLED = "killed"  # its last attempt recorded no exit status, and nobody trains there
+KILLED = "killed"  # its last restart recorded no exit status, and nobody trains there
 WAITING = "not started"  # submitted
 DAMAGED = "damaged"
 
@@ -68,12 +68,12 @@ class RunRow:
 
     @property
     def last(self) -> Restart:
-        """Its last attempt; an empty one without any."""
+        """Its last restart; an empty one without any."""
         return self.record.attempts[-1] if self.record and self.record.attempts else Restart()
 
     @property
     def when(self) -> float:
-        """When its last attempt began, in seconds since 1970, whatever the time zones of hosts; 0 without one."""
+        """When its last restart began, in seconds since 1970, whatever the time zones of hosts; 0 without one."""
         try:
             return datetime.fromisoformat(self.last.time).timestamp()
         except (ValueError, OverflowError, OSError):
@@ -102,7 +102,7 @@ class RunRow:
 
 
 def rows(folder: Path) -> list[RunRow]:
-    """All runs below a folder, or its own, by when their last attempt began. RunError: there is no such folder."""
+    """All runs below a folder, or its own, by when their last restart began. RunError: there is no such folder."""
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder")
     return sorted(map(row, _directories(folder)), key=lambda row: (row.when, str(row.run)))
@@ -175,7 +175,7 @@ def _entries(folder: Path) -> list[Path]:
 # Folder of a run -> files of which it has one, and the command that shows or uploads its curves.
 _CURVES = {
     "tensorboard": ("", "tensorboard --logdir {}"),
-    "wandb": ("/offline-run-*", "wandb sync --append {}"),  # the attempts at a run are one run of wandb
+    "wandb": ("/offline-run-*", "wandb sync --append {}"),  # the restarts at a run are one run of wandb
     "mlflow": ("", "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {}"),  # it shows no files without
     "comet": ("/*.zip", "comet upload {}"),
 }

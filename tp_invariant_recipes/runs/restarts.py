@@ -1,4 +1,4 @@
-"""The attempts at a run, as `run.json` lists them: when each began, from which step, in which job, how it ended."""
+"""The restarts at a run, as `run.json` lists them: when each began, from which step, in which job, how it ended."""
 
 import os
 import shlex
@@ -17,12 +17,12 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 def read_restarts(run_dir: RunDir) -> tuple[Restart, ...]:
-    """Return the attempts at a run so far; none where there is no run yet. Raises RunError."""
+    """Return the restarts at a run so far; none where there is no run yet. Raises RunError."""
     return run_dir.read_run(Restarted).attempts if run_dir.run.exists() else ()
 
 
 def started(start: int, last: int, job: RestartJob | None, layout: dict[str, Any]) -> Restart:
-    """Return a new attempt, of this command, on this host. The arguments are as `Attempt` has them."""
+    """Return a new restart, of this command, on this host. The arguments are as `Attempt` has them."""
     program = Path(sys.argv[0]).name
     return Restart(
         command=shlex.join(["tpi" if program == "__main__.py" else program, *sys.argv[1:]]),
@@ -36,7 +36,7 @@ def started(start: int, last: int, job: RestartJob | None, layout: dict[str, Any
 
 
 def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool = False) -> None:
-    """Record how the last attempt ended. Raises RunError; for a full disk it leaves `RunDir.disk_full`.
+    """Record how the last restart ended. Raises RunError; for a full disk it leaves `RunDir.disk_full`.
 
     outcome: "completed", "stopped" or "failed". requeued: whether its job asks to be queued again.
     """
@@ -59,7 +59,7 @@ def _with_attempts(run_dir: RunDir, attempts: Sequence[Restart]) -> dict[str, An
 
 
 def refused(run_dir: RunDir, why: str, job: RestartJob | None) -> None:
-    """Record a failed attempt: an existing run could not even be planned. Raises RunError."""
+    """Record a failed restart: an existing run could not even be planned. Raises RunError."""
     before = run_dir.read_run(Restarted).attempts
     step = before[-1].from_step if before else 0
     last = run_dir.read_config(Config).train.train_iters
@@ -69,7 +69,7 @@ def refused(run_dir: RunDir, why: str, job: RestartJob | None) -> None:
 
 
 def consecutive_failures(attempts: Sequence[Restart], start: int) -> int:
-    """How many of the latest attempts began at step `start` and failed; one that a signal stopped has not."""
+    """How many of the latest restarts began at step `start` and failed; one that a signal stopped has not."""
     count = 0
     for attempt in reversed(attempts):
         if attempt.from_step != start or attempt.outcome in ("completed", "stopped"):

@@ -82,7 +82,7 @@ class RunDir:
     versions = File("versions.json")  # versions of everything that computes
     ledger = File("ledger.jsonl")  # exact bits, step by step
     progress = File("progress.jsonl")  # step, loss and seconds for a progress bar; comparisons do not read them
-    guard = File("guard")  # evidence of wrong bits, and what it says of checkpoints (runs/checkpoints.py)
+    guard = File("guard")  # evidence of corrupted values, and what it says of checkpoints (runs/checkpoints.py)
     logs = File("logs")  # one log a rank, and Bridge's
     bridge_log = File("logs/bridge.log")  # what Bridge prints, of all ranks that print
     checkpoints = File("checkpoints")  # Megatron's distributed checkpoints

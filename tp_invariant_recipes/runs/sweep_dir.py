@@ -1,4 +1,4 @@
-"""The files of a directory of `tpi verify`: the cells, a run directory for each, and the result."""
+"""The files of a directory of `tpi verify`: the configurations, a run directory for each, and the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,7 +127,7 @@ class Axis(Record):
 
 @dataclass(frozen=True)
 class Configuration(Record):
-    """A run of the matrix as it was planned; what its ledger must be, whoever ran it."""
+    """A run of the sweep as it was planned; what its ledger must be, whoever ran it."""
 
     name: Name
     label: str
@@ -154,7 +154,7 @@ class Omission(Record):
 class Sweep(Record):
     """Runs to compare with the first of them or, where `against` is a path, with the ledger there.
 
-    overrides: as typed. omitted: combinations of the axes that are no cells.
+    overrides: as typed. omitted: combinations of the axes that are no configurations.
     kind:      the command that made it; an earlier version had one more.
     seal:      shows who wrote it (launch/trust.py); empty: it shows nothing.
     """
@@ -185,21 +185,22 @@ class Sweep(Record):
 
 @dataclass(frozen=True)
 class SweepDir(RunDir):
-    """A directory with one run directory for each cell."""
+    """A directory with one run directory for each configuration."""
 
-    matrix = File("matrix.json")  # the cells, written before anything starts
+    matrix = File("matrix.json")  # the configurations, written before anything starts
     result = File("verify.json")  # what the comparison found
 
     def cell(self, name: str) -> RunDir:
-        """Return the run directory of a cell."""
+        """Return the run directory of a configuration."""
         return RunDir(self.path / name)
 
     def write_matrix(self, matrix: Sweep) -> None:
-        """Write the matrix. Raises RunError."""
+        """Write the sweep. Raises RunError."""
         self.write(self.matrix, matrix.as_json())
 
     def read_matrix(self) -> Sweep:
-        """Return the matrix. Raises RunError when this is not a directory of `tpi verify`, or two cells are one run."""
+        """Return the sweep. Raises RunError when this is not a directory of `tpi verify`, or two configurations are
+        one run."""
         try:
             raw = parse_json(read_limited(self.matrix, LARGEST))
             if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
@@ -222,7 +223,7 @@ class SweepDir(RunDir):
             raise RunError(f"{self.result}: {error}") from error
 
     def _distinct(self, cells: Sequence[Configuration]) -> None:
-        """ValueError: two cells are one run, which would be compared with itself."""
+        """ValueError: two configurations are one run, which would be compared with itself."""
         for number, cell in enumerate(cells):
             if cell.name in ("", ".", ".."):
                 raise ValueError(f"cells.{number}.name: {cell.name!r} is not the name of a run directory")

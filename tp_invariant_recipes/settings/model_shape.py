@@ -48,7 +48,7 @@ class ModelShape:
     head_width = Size("kv_channels", lambda shape: shape.hidden // shape.heads)  # features of a head
     ffn = Size("ffn_hidden_size", lambda shape: 4 * shape.hidden)  # features inside a dense feed-forward part
     layers = Size("num_layers")  # of a GPT model; a hybrid model has its pattern
-    depths = Size("mtp_num_layers")  # of multi-token prediction
+    depths = Size("mtp_num_layers")  # of MTP
     gated = Flag("gated_linear_unit")  # whether a feed-forward part has a gate
     biased = Flag("add_bias_linear")  # whether linear layers have biases
     head_norms = Flag("qk_layernorm")  # whether queries and keys have norms
@@ -62,7 +62,7 @@ class ModelShape:
     latent = Flag("multi_latent_attention")  # whether keys and values come from a latent, which every rank has whole
     query_latent = Size("q_lora_rank")  # features of a query's latent
     key_latent = Size("kv_lora_rank")  # features of the latent of keys and values
-    key_width = Size("qk_head_dim")  # features of a key of latent attention, without those that positions turn
+    key_width = Size("qk_head_dim")  # features of a key of MLA, without those that positions turn
     turned_key = Size("qk_pos_emb_head_dim")  # features of the key that all its heads share, which positions turn
     value_width = Size("v_head_dim")  # features of its values
 
@@ -78,7 +78,7 @@ class ModelShape:
 
     @property
     def pattern(self) -> str:
-        """The letters of a hybrid model's layers; after a slash those of multi-token prediction."""
+        """The letters of a hybrid model's layers; after a slash those of MTP."""
         return self.fields.get("hybrid_layer_pattern") or ""
 
     @property

@@ -10,7 +10,7 @@ from tp_invariant_recipes.numerics.settings import NumericsSettings, PeerMemory
 class RunSettings:
     """Where the run is written, and when it is given up.
 
-    hang_timeout: seconds without a sign of life, whatever a rank does; auto: of a step it follows the run's own steps
+    hang_timeout: seconds without a heartbeat, whatever a rank does; auto: of a step it follows the run's own steps
                   (training/heartbeat.py); off: for ever.
     verify:       what of the checkpoint that a run goes on from is compared with its manifest: sizes alone, or hashes
                   too, for which every file is read.
@@ -57,7 +57,7 @@ class DeviceSettings:
     """What computes: decides layers, collectives and how ranks are started.
 
     check_memory: whether a run whose estimated memory cannot fit is refused (docs/memory.md).
-    peer_memory:  whether tensor-parallel ranks of one host sum and gather through each other's memory, with the same
+    peer_memory:  whether tensor-parallel ranks of one host sum and gather through symmetric memory, with the same
                   bits: auto: large operands, where a trial allows it; always: of any size, or an error; never: by NCCL.
     """
 
@@ -89,12 +89,13 @@ class LedgerSettings:
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """What notices broken hardware while a run trains (docs/guard.md). It changes no bit.
+    """What notices silent data corruption while a run trains (docs/guard.md). It changes no bit.
 
     kind:     products: samples of every step are computed again; shadow: beside them, data shards on another replica.
-    every:    steps between two shadow steps; without them, the steps before a fault whose checkpoints are not trusted.
+    every:    steps between two recomputations on another replica; without them, the steps before a fault whose
+    checkpoints are not trusted.
     products: how many products of a step each rank samples.
-    exclude:  whether a job is queued again without the node that has computed wrong bits.
+    exclude:  whether a job is queued again without the node that has computed corrupted values.
     """
 
     kind: Literal["off", "products", "shadow"] = "off"

@@ -157,7 +157,7 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())
     if last:
         row = batch.slice * config.shape.hidden * batch.element
-        # Of multi-token prediction also the embedding, it and the features side by side, and the last norm's two.
+        # Of MTP also the embedding, it and the features side by side, and the last norm's two.
         depth = _kept(config, batch, size.mtp_layers(config.shape)) + 5 * row
         kept += 2 * row + config.shape.depths * depth  # 2: the final norm's input and output
     standing = int(kept * _in_flight(config, at, stage))

@@ -248,7 +248,7 @@ def positions(model: ModelShape) -> Weights:
 
 
 def ahead(model: ModelShape, counted: Callable[[ModelShape, str], Weights] = weights) -> Weights:
-    """Return the parameters of multi-token prediction, or its matrices: by depth layers, a projection, three norms."""
+    """Return the parameters of MTP, or its matrices: by depth layers, a projection, three norms."""
     depths, hidden = model.depths, model.hidden
     if not depths:
         return Weights()

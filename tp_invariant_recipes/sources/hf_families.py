@@ -203,7 +203,7 @@ DEPTHS = "num_nextn_predict_layers"
 
 
 class Glm45(Family):
-    """Dense layers first, then experts with a shared one. Hugging Face stores multi-token prediction as one more layer,
+    """Dense layers first, then experts with a shared one. Hugging Face stores MTP as one more layer,
     which its own class skips.
     """
 
@@ -300,7 +300,7 @@ class Glm45(Family):
             yield f"model.layers.{layer}.eh_proj.weight", (hidden, 2 * hidden)
 
     def spare(self, name: str, sizes: Mapping[str, Any]) -> bool:
-        """As of Family: copies of the embedding and the output layer in the layer of multi-token prediction."""
+        """As of Family: copies of the embedding and the output layer in the layer of MTP."""
         last = f"model.layers.{sizes['num_hidden_layers'] + sizes[DEPTHS] - 1}."
         copies = (f"{last}embed_tokens.weight", f"{last}shared_head.head.weight")
         return (sizes[DEPTHS] > 0 and name in copies) or super().spare(name, sizes)
@@ -330,7 +330,7 @@ _ROTARY, _LAYERS, _SHARED = "partial_rotary_factor", "layer_types", "shared_expe
 class Qwen3Next(Family):
     """Gated delta nets among layers of attention, gates, experts with a shared one. Which layers these are is a size.
 
-    Published folders also hold multi-token prediction (`mtp.`), which neither transformers nor tpi reads.
+    Published folders also hold MTP (`mtp.`), which neither transformers nor tpi reads.
     """
 
     def has(self, model: Mapping[str, Any]) -> bool:

@@ -62,7 +62,7 @@ _ETP = "${model.tensor_model_parallel_size}"
 COPIES = {"dataset.sequence_length"}
 # Fields of a provider that say which layers a model has.
 SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
-# Fields that rules read: each is stated, whatever its value.
+# Fields that rules read: each is specified, whatever its value.
 READ_BY_RULES = (KNOWN | REFUSED) - {*SPECS}
 # Fields whose value says nothing, and attributes that nothing reads.
 INERT_VALUES = {

@@ -1,4 +1,4 @@
-"""A rank's signs of life: what it does now, in memory that the launcher reads.
+"""A rank's heartbeats: what it does now, in memory that the launcher reads.
 
 A sign is three numbers in shared memory and takes the rank about a microsecond. All ranks give the same signs in the
 same order, so the rank with the fewest is the one furthest behind.
@@ -32,7 +32,7 @@ SETTLING = 2  # steps after a start that compile and warm up
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without a sign of life.
+    """Seconds without a heartbeat.
 
     step:      None: it follows the longest of the last steps.
     long_step: of a step that compiles, captures or writes tensors; of one of an evaluation.

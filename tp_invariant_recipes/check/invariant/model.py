@@ -68,7 +68,7 @@ LATENT_LIMITS = (
 )  # fmt: skip
 
 
-# What the invariant numerics cover of multi-token prediction (numerics/megatron/mtp.py).
+# What the invariant numerics cover of MTP (numerics/megatron/mtp.py).
 
 MULTI_TOKEN = "mtp_num_layers"
 REPEATED = "mtp_use_repeated_layer"

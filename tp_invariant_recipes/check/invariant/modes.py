@@ -10,7 +10,7 @@ from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.cuda_graphs import FULL, IMPLEMENTATIONS, NOT_INVARIANT, TE
 from tp_invariant_recipes.settings.run_config import RunConfig
 
-# The limits of numerics=portable: what is not stated to the last bit, beyond what no invariant mode covers.
+# The limits of numerics=portable: what is not specified to the last bit, beyond what no invariant mode covers.
 
 SCHEDULES = ("constant", "linear", "cosine")
 ATTENTION_BACKENDS = ("auto", "local")

@@ -118,7 +118,7 @@ Answer = tuple[AuditRun | None, dict[str, AuditedRun]]
 
 @contextmanager
 def quiet(name: str, planned: workflow.Plan) -> Iterator[Any]:
-    """Show nothing, as a `Watch`: a line a cell is enough."""
+    """Show nothing, as a `Watch`: a line a configuration is enough."""
     yield lambda: None
 
 
@@ -131,7 +131,7 @@ def audited(
     watch: Watch = quiet,
     at: int | None = None,
 ) -> Answer:
-    """Audit the overrides `words`, whose cell has `settings`. Interrupted: a signal ended it.
+    """Audit the overrides `words`, whose configuration has `settings`. Interrupted: a signal ended it.
 
     references: trained by earlier audits; an equal one is taken again. at: audit a resume at this step instead.
     """

@@ -1,4 +1,5 @@
-"""`tpi audit MODEL --all`: audit the layouts and options that a model allows, in cells that cover each pair once."""
+"""`tpi audit MODEL --all`: audit the layouts and options that a model allows, in configurations that cover each pair
+once."""
 
 import json
 import random
@@ -28,9 +29,9 @@ from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.runs.sweep_dir import AuditedRun, CampaignDir
 
-RANKS = 4  # at most, of a cell
+RANKS = 4  # at most, of a configuration
 OnTrial = Callable[[AuditRun, int, int], None]
-Job = tuple[Configuration, tuple[str, ...]]  # a cell, and sizes smaller than the campaign's
+Job = tuple[Configuration, tuple[str, ...]]  # a configuration, and sizes smaller than the campaign's
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Campaign:
         self._covering = Covering(self._cells.axes, len(configurations.LAYOUTS), self._allowed, self._ranks_of)
 
     def run(self, *, exitfirst: bool = False) -> CampaignResult:
-        """Audit all cells, some at a time. Interrupted: Ctrl-C, SIGTERM.
+        """Audit all configurations, some at a time. Interrupted: Ctrl-C, SIGTERM.
 
         exitfirst: end with the first fault that is not known.
         """
@@ -83,7 +84,7 @@ class Campaign:
         return self._write(round(time.monotonic() - begun, 1))
 
     def _step(self) -> bool:
-        """Judge the cell of an audit that has ended, or wait for one; False: all is done."""
+        """Judge the configuration of an audit that has ended, or wait for one; False: all is done."""
         self._fill()
         if self._ended:
             (self._cell, _), trial = self._ended.pop(0)
@@ -108,7 +109,7 @@ class Campaign:
                 self._start((cell, ()))
 
     def _judge(self, cell: Configuration, trial: AuditRun | None) -> None:
-        """Cover what a cell has shown, or shrink its fault, unless an earlier finding has the fault."""
+        """Cover what a configuration has shown, or shrink its fault, unless an earlier finding has the fault."""
         if trial is None:
             self._refused.add(cell)
         elif trial.covers:
@@ -124,7 +125,7 @@ class Campaign:
         with TemporaryDirectory() as folder, redirect_stdout(StringIO()), suppress(ConfigError):
             workflow.check(workflow.new(self.state.model, words, directory=Path(folder) / "plan"))
 
-    # --- which cells ---
+    # --- which configurations ---
 
     def _ranks_of(self, setting: str) -> int:
         return 2 if setting[:3] in ("tp=", "pp=", "cp=", "dp=") else 1
@@ -166,7 +167,8 @@ class Campaign:
         return job, trial
 
     def _audited(self, cell: Configuration, sizes: tuple[str, ...] = ()) -> AuditRun | None:
-        """Return the audit of a cell, which may be recorded from an earlier start; None: no run may have it."""
+        """Return the audit of a configuration, which may be recorded from an earlier start; None: no run may have
+        it."""
         job, most = (cell, sizes), concurrency(self._device)
         while not self._recorded(job) and job not in self._running.keys and len(self._running) >= most:
             self._ended.append(self._next())
@@ -181,7 +183,8 @@ class Campaign:
         return ended[1]
 
     def _shrunk(self, cell: Configuration, trial: AuditRun) -> tuple[Configuration, AuditRun]:
-        """Return the smallest cell with a fault. The table says what a known fault needs, and one audit confirms it."""
+        """Return the smallest configuration with a fault. The table says what a known fault needs, and one audit
+        confirms it."""
         if trial.known is not None:
             small = shrunk(cell, partial(self._meets, known=trial.known))
             confirmed = trial if small == cell else self._audited(small)
@@ -206,7 +209,7 @@ class Campaign:
         return smaller.same_fault(trial)
 
     def _record(self, cell: Configuration, trial: AuditRun) -> None:
-        """Record a fault; cells with all of its settings are not tried again."""
+        """Record a fault; configurations with all of its settings are not tried again."""
         sizes = self._cells.sizes
         if not any(setting.startswith("pp=") for setting in cell) and self._cells.base.shape.layers == 2:
             less = ["model.num_layers=1"] if not self._cells.base.model.get("moe_layer_freq") else []

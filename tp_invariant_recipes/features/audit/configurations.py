@@ -1,4 +1,4 @@
-"""The settings that a campaign combines, and the configuration of a cell of them."""
+"""The settings that a campaign combines, and the configuration of a configuration of them."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -99,7 +99,7 @@ def small_sizes(model: Mapping[str, Any], typed: set[str]) -> list[str]:
 
 
 Configuration = frozenset[str]
-MOST = 6  # settings of a cell: a fault among more takes long to shrink
+MOST = 6  # settings of a configuration: a fault among more takes long to shrink
 
 
 def pairs(axes: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
@@ -109,13 +109,14 @@ def pairs(axes: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
 
 
 class Covering:
-    """The pairs that no cell has covered yet.
+    """The pairs that no configuration has covered yet.
 
-    axes:    rows of overrides; a cell has at most one setting of an axis.
-    layouts: how many of the axes, the first ones, change the layout. Every cell has such a setting: the others alone
+    axes:    rows of overrides; a configuration has at most one setting of an axis.
+    layouts: how many of the axes, the first ones, change the layout. Every configuration has such a setting: the
+    others alone
              leave nothing to compare.
     allowed: whether a run may have these settings together.
-    cost:    the cost of a setting; cheap cells come first.
+    cost:    the cost of a setting; cheap configurations come first.
     """
 
     def __init__(
@@ -135,18 +136,18 @@ class Covering:
         self.total = len(self.pending)
 
     def changes_layout(self, cell: Configuration) -> bool:
-        """Whether the cell and its reference differ."""
+        """Whether the configuration and its reference differ."""
         return any(self._axis[setting] < self._layouts for setting in cell)
 
     def cover(self, cell: Configuration) -> None:
-        """Nothing of this cell need be tried again."""
+        """Nothing of this configuration need be tried again."""
         for pair in [pair for pair in self.pending if pair <= cell]:
             del self.pending[pair]
 
     def next(self, running: Collection[Configuration] = ()) -> Configuration | None:
-        """Return the next cell: the first pending pair, and what fits beside it; None: nothing is left.
+        """Return the next configuration: the first pending pair, and what fits beside it; None: nothing is left.
 
-        A pair that no run may have is dropped from `pending`. running: cells that may cover pairs soon.
+        A pair that no run may have is dropped from `pending`. running: configurations that may cover pairs soon.
         """
         before = [*self.pending]
         for begun in running:
@@ -190,7 +191,7 @@ class Covering:
 
 
 def shrunk(cell: Configuration, fails: Callable[[Configuration], bool]) -> Configuration:
-    """Return the smallest part of a cell that still fails, one setting after the other left out."""
+    """Return the smallest part of a configuration that still fails, one setting after the other left out."""
     for setting in sorted(cell, key=lambda words: (words.startswith(("tp", "pp", "cp", "dp", "ep", "mbs")), words)):
         if fails(cell - {setting}):
             cell = cell - {setting}
@@ -221,15 +222,16 @@ class Configurations:
         self._order = [setting for axis in self.axes for setting in axis]
 
     def settings(self, cell: Configuration) -> tuple[str, ...]:
-        """Return the settings of a cell, in the order of the axes."""
+        """Return the settings of a configuration, in the order of the axes."""
         return tuple(setting for setting in self._order if setting in cell)
 
     def words(self, cell: Configuration) -> list[str]:
-        """Return the overrides of a cell, in the order of the axes."""
+        """Return the overrides of a configuration, in the order of the axes."""
         return [word for setting in self.settings(cell) for word in self._split(setting)]
 
     def configured(self, cell: Configuration) -> RunConfig:
-        """Return the configuration of a cell, of what each of its settings changes: Hydra takes half a second."""
+        """Return the configuration of a configuration, of what each of its settings changes: Hydra takes half a
+        second."""
         config = self.base
         for setting in self.settings(cell):
             for section, fields in self._changes[setting].items():

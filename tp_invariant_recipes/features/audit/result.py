@@ -66,7 +66,7 @@ class AuditResult(Result):
 
     @cached_property
     def first(self) -> TensorDeviation | None:
-        """The first tensor beyond rounding."""
+        """The first tensor outside rounding-error tolerance."""
         return next((tensor for tensor in self.deviations if tensor.beyond), None)
 
     @property
@@ -106,7 +106,7 @@ class AuditResult(Result):
         yield Text(f"all tensors: {self.directory}/audit.html", style="dim")
 
     def _table(self) -> Table:
-        """Return the modules that are beyond rounding, then the furthest of the others."""
+        """Return the modules that are outside rounding-error tolerance, then the furthest of the others."""
         every = [_module(name, tensors) for name, tensors in deviation.by_module(self.deviations).items()]
         shown = sorted(every, key=lambda row: (not row["beyond"], -_furthest(row)))[:_ROWS]
         kinds = [kind for kind in _KINDS if any(kind in row for row in shown)]
@@ -127,10 +127,11 @@ class AuditResult(Result):
 
 @dataclass(frozen=True)
 class AuditRun(Record):
-    """An audit of a cell.
+    """An audit of a configuration.
 
     settings: in the order of the command. verdict: one of the audit's, or FAILED.
-    first:    "KIND MODULE" of the first tensor beyond rounding, or "KIND NAME" of the first lost state; None: none.
+    first:    "KIND MODULE" of the first tensor outside rounding-error tolerance, or "KIND NAME" of the first lost
+    state; None: none.
     """
 
     settings: Listed[str]
@@ -150,7 +151,7 @@ class AuditRun(Record):
 
     @property
     def covers(self) -> bool:
-        """Whether its cell need not be tried again: nothing is known to be wrong."""
+        """Whether its configuration need not be tried again: nothing is known to be wrong."""
         return EXIT_STATUS.get(self.verdict) in (0, 2)
 
     def same_fault(self, other: "AuditRun") -> bool:
@@ -163,7 +164,7 @@ class AuditRun(Record):
 class ShrunkFault:
     """A fault, shrunk.
 
-    settings: of its cell. trial: the smallest audit that shows it. command: of that audit.
+    settings: of its configuration. trial: the smallest audit that shows it. command: of that audit.
     script:   the file of a program that shows it; None: there is none.
     """
 
@@ -246,7 +247,7 @@ def blind_line(tensor: TensorDeviation) -> str:
 
 
 def verdict_line(deviations: Sequence[TensorDeviation], first: TensorDeviation | None, omitted: Sequence[str]) -> str:
-    """Return the verdict on all tensors. first: beyond rounding; None: there is none."""
+    """Return the verdict on all tensors. first: outside rounding-error tolerance; None: there is none."""
     steps = sorted({tensor.step for tensor in deviations})
     if first is None:
         largest = max(deviations, key=lambda tensor: tensor.factor)

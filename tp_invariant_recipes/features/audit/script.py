@@ -16,7 +16,8 @@ _DROPPED = ("activation_func", "num_layers", "moe_layer_freq", "transformer_impl
 def text(config: RunConfig, settings: Sequence[str], first: str | None) -> str | None:
     """Return the program; None: what is wrong lies outside a layer, or needs more than a layer.
 
-    config: of the smallest run that shows the fault. settings: of its cell. first: "KIND MODULE" of its tensor.
+    config: of the smallest run that shows the fault. settings: of its configuration. first: "KIND MODULE" of its
+    tensor.
     """
     kind, _, module = (first or "").partition(" ")
     layered = module.startswith(_LAYER) and kind == "gradients"

@@ -212,7 +212,7 @@ def execute(
 ) -> AuditResult:
     """Train both, and judge. Raises RunError.
 
-    keep: keep the run directories even if nothing is beyond rounding.
+    keep: keep the run directories even if nothing is outside rounding-error tolerance.
     references: trained by other audits, by `reference_key`. An equal one is not trained again; one that is trained
     joins them. page: write `audit.html`.
     """

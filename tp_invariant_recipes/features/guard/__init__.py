@@ -1,1 +1,1 @@
-"""guard=…: notice broken hardware while a run trains, and name the rank."""
+"""guard=…: notice silent data corruption while a run trains, and name the rank."""

@@ -1,8 +1,9 @@
-"""The callback of guard=products and guard=shadow: four nets around a step, and the end of a run that has a wrong bit.
+"""The callback of guard=GEMMs and guard=shadow: four nets around a step, and the end of a run that has a corrupted
+value.
 
     when                                  what
-    a step begins                         which of its products are sampled
-    its passes, of a shadow step          shadow.py
+    a step begins                         which of its GEMMs are sampled
+    its passes, of a recomputation on another replica          shadow.py
     before the optimizer's step           the judge begins with what the last step left; samples are copied for it;
                                           weights of all replicas, and memory between the two steps, are compared
     after it                              elements of it are computed again; what lies in memory now is digested
@@ -69,7 +70,7 @@ class Guard(AroundOptimizerStep):
         self._captures = cuda_graphs.requested(config.model)
 
     def replacements(self) -> tuple[Replacement, ...]:
-        """Return what shadow steps replace, for the time of training."""
+        """Return what recomputations on another replica replace, for the time of training."""
         return (replacement(self._due),) if self._shadows else ()
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -150,7 +151,8 @@ class Guard(AroundOptimizerStep):
     def trusted(self, step: int) -> int:
         """Return the last step whose checkpoint is trusted after a fault at a step.
 
-        A good shadow step vouches for all before it. Samples find a fault late, so that it may be older.
+        A good recomputation on another replica vouches for all before it. Samples find a fault late, so that it may be
+        older.
         """
         return min(self._good, step - 1) if self._shadows else max(0, step - 1 - self.settings.every)
 
@@ -158,7 +160,7 @@ class Guard(AroundOptimizerStep):
         return self._shadow if self._in_full(self._step) else None
 
     def _in_full(self, step: int) -> bool:
-        """Return whether a step is a shadow step, before which all memory is looked at."""
+        """Return whether a step is a recomputation on another replica, before which all memory is looked at."""
         return self._shadows and step % self.settings.every == 0
 
     def _settle(self) -> None:
@@ -180,7 +182,7 @@ class Guard(AroundOptimizerStep):
         return self._reporter.report(finding, self.trusted(finding.step))
 
     def _judge_pairs(self, pairs: list[ReplicaPair], recompute: Recompute) -> None:
-        """After the passes of a shadow step, on all ranks. Raises HardwareFault."""
+        """After the passes of a recomputation on another replica, on all ranks. Raises HardwareFault."""
         group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
         first = of_replicas(pairs, group, parallel_state.get_pipeline_model_parallel_rank())
         if earliest(first) is None:

@@ -67,7 +67,7 @@ def judge(file: Path) -> JudgedEvidence:
 
 
 def _check_machine(record: Evidence) -> None:
-    """Raise RunError: this machine may have other bits without being wrong."""
+    """Raise RunError: this machine may not be bitwise identical without being wrong."""
     if not record.machine:
         return
     import torch

@@ -1,8 +1,9 @@
 """The optimizer: some elements of a step of Adam computed again.
 
-A step of numerics=portable is stated to the last bit (portable/ieee/adam.py), so the host computes a GPU's. Otherwise
-the run's own optimizer computes the same elements again, in another launch on the device. They are blocks, spread over
-a parameter. A library takes the last elements, which fill no vector, another way; the blocks keep away from them.
+A step of numerics=portable is specified to the last bit (portable/ieee/adam.py), so the host computes a GPU's.
+Otherwise the run's own optimizer computes the same elements again, in another launch on the device. They are blocks,
+spread over a parameter. A library takes the last elements, which fill no vector, another way; the blocks keep away
+from them.
 """
 
 import random
@@ -53,7 +54,8 @@ class Update:
 
 
 class Adam:
-    """A range of one parameter in every step. names: of parameters, by tensor. portable: whether the step is stated."""
+    """A range of one parameter in every step. names: of parameters, by tensor. portable: whether the step is
+    specified."""
 
     def __init__(
         self, state: OptimizerState, names: dict[Tensor, str], judge: Judge, rank: int, portable: bool

@@ -7,8 +7,8 @@
     its own step                its own step                 its first data shard is digested on the way
 
 Both have digests of every module's tensors, both ways, in the order of execution, and of every gradient. The first that
-differ name the operation. Then the ranks compute both data shards once more, with every product sampled: a rank whose
-product the host's CPU does not confirm is wrong, or one that does not repeat its own bits. A processor that always
+differ name the operation. Then the ranks compute both data shards once more, with every GEMM sampled: a rank whose
+GEMM the host's CPU does not confirm is wrong, or one that does not repeat its own bits. A processor that always
 fails at one place of a launch does repeat them. So each rank computes both data shards once more side by side, as one
 micro-batch of both: what does not depend on the layout must have the same bits in other places of a launch.
 """
@@ -52,7 +52,8 @@ METRICS = (
 
 
 def replacement(due: Callable[[], "Shadow | None"]) -> Replacement:
-    """Replace the function that gives Bridge the passes of a step. due: what runs them; None: it is no shadow step."""
+    """Replace the function that gives Bridge the passes of a step. due: what runs them; None: it is no recomputation
+    on another replica."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_forward_backward(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -71,12 +72,13 @@ def replacement(due: Callable[[], "Shadow | None"]) -> Replacement:
 
 @dataclass(frozen=True)
 class Shadow:
-    """The passes of shadow steps.
+    """The passes of recomputations on another replica.
 
     rank_distance: data-parallel ranks from a replica to the one whose data shard it repeats. shards: data shards.
     names:         of the trained weights. state: Bridge's GlobalState.
     site:          where this rank stands, as of a trace.
-    judged:        called with the pairs of a shadow step, and with what computes both data shards once more: as before,
+    judged:        called with the pairs of a recomputation on another replica, and with what computes both data shards
+    once more: as before,
                    or side by side. This gives pairs of each rank with itself.
     """
 

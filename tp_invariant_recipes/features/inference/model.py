@@ -152,7 +152,7 @@ def model_of(
         "overrides": [override.text for override in composed.overrides if is_repeated(override)],
     }
     if config.numerics.arithmetic is None or not config.numerics.arithmetic.any_machine:
-        identity["device"] = config.device.kind  # other machines may have other bits
+        identity["device"] = config.device.kind  # other machines may not be bitwise identical
     if config.numerics.arithmetic is None:
         identity["layout"] = config.layout.as_dict()
     return Model(
@@ -223,7 +223,7 @@ def _composed(model: str, overrides: Sequence[Override], numerics: str) -> Compo
     """Compose with one sequence for each data-parallel rank, which a training's checks ask for."""
     dp = given(overrides, "parallel.data_parallel_size")
     off = [*OFF, *([f"gbs={dp.value}"] if dp and dp.value.isdecimal() else ["gbs=1"])]
-    # Multi-token prediction and load balancing are parts of a training's loss.
+    # MTP and load balancing are parts of a training's loss.
     device = plan.detect_device()
     requested = latest(parse_all([*overrides, *off]))
     first = compose(model, requested, device=device, numerics=numerics)

@@ -38,7 +38,8 @@ def train(
 
 
 def guarding(run_dir: RunDir, rank_info: rank.RankInfo, config: RunConfig) -> list:
-    """Return the callback that notices broken hardware, if the run has one. It comes after those of `recording`."""
+    """Return the callback that notices silent data corruption, if the run has one. It comes after those of
+    `recording`."""
     from tp_invariant_recipes.check.recording import OFF
 
     if config.guard.kind == OFF:

@@ -1,1 +1,1 @@
-"""tpi verify: runs of a matrix of settings, judged."""
+"""tpi verify: runs of a sweep of settings, judged."""

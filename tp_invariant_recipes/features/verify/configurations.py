@@ -1,4 +1,4 @@
-"""The configurations of a matrix, composed and planned, and the problems of all of them in one list."""
+"""The configurations of a sweep, composed and planned, and the problems of all of them in one list."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.text import abbreviated
 
-MOST = 100  # cells; more are most likely a typing error, and each costs a training
+MOST = 100  # configurations; more are most likely a typing error, and each costs a training
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+-]+")
 _LONGEST_NAME = 100  # characters of a directory's name
@@ -67,7 +67,7 @@ def spread(overrides: Sequence[Override], problems: list[str]) -> tuple[tuple[Ax
             kept[place] = None
         else:
             places[place] = Axis(override.key, values)
-    # The later value of a key would win, and cells with different names would be equal.
+    # The later value of a key would win, and configurations with different names would be equal.
     fields = [override.field for override in overrides]
     twice = [place for place in places if fields.count(fields[place]) > 1]
     problems += [f"{overrides[place].key} has several values and is given twice" for place in twice]
@@ -126,7 +126,7 @@ def _word(key: str, value: str) -> str:
 
 
 class Problems:
-    """Problems of cells, each once. A problem of only some cells lists these cells."""
+    """Problems of configurations, each once. A problem of only some configurations lists these configurations."""
 
     def __init__(self) -> None:
         self.labels: dict[str, list[str]] = {}
@@ -134,7 +134,7 @@ class Problems:
 
     @contextmanager
     def recording(self, label: str) -> Iterator[None]:
-        """Record the problems of a ConfigError of the block, for the cell with this label."""
+        """Record the problems of a ConfigError of the block, for the configuration with this label."""
         self.cells += 1
         try:
             yield
@@ -143,7 +143,7 @@ class Problems:
                 self.labels.setdefault(problem, []).append(label)
 
     def why(self, label: str) -> str:
-        """Return the problems of one cell."""
+        """Return the problems of one configuration."""
         return "; ".join(problem for problem, labels in self.labels.items() if label in labels and problem != OR_STOCK)
 
     def lines(self) -> list[str]:
@@ -161,9 +161,9 @@ class Problems:
 def compose_configurations(
     model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str], here: bool
 ) -> tuple[dict[str, Composed], tuple[Omission, ...]]:
-    """Compose each cell, by its label; impossible combinations are left out. here: as in `Plan`.
+    """Compose each configuration, by its label; impossible combinations are left out. here: as in `Plan`.
 
-    ConfigError: `problems`, and those of all cells where a value fits no combination, which is a mistake.
+    ConfigError: `problems`, and those of all configurations where a value fits no combination, which is a mistake.
     """
     composed, cell_problems = compose_each(model, choices, here)
     remaining = [choice.values for choice in choices if choice.label in composed]
@@ -179,7 +179,7 @@ def compose_configurations(
 
 
 def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dict[str, Composed], Problems]:
-    """Return the cells that compose, by label, and the problems of the others."""
+    """Return the configurations that compose, by label, and the problems of the others."""
     device = plan.detect_device()
     composed, cell_problems, files = {}, Problems(), partial(input_problems, here=here)
     for choice in choices:
@@ -218,7 +218,7 @@ def _is_stock(choice: Choice) -> bool:
 def with_equal_shards(
     choices: Sequence[Choice], composed: dict[str, Composed], reference: Ledger | None
 ) -> tuple[Choice, ...]:
-    """Return the choices with the shards in which cells would differ: the reference's, else the largest.
+    """Return the choices with the shards in which configurations would differ: the reference's, else the largest.
 
     Expert groups suit every configuration. Shards that the user gives stay. Megatron's own numerics have none.
     """
@@ -242,7 +242,8 @@ def with_equal_shards(
 
 
 def _shards(choices: Sequence[Choice], configs: Mapping[str, RunConfig], key: str) -> dict[str, int | None]:
-    """Return each cell's number of shards of a kind, with the D and C that the cells have by now; None: no shards."""
+    """Return each configuration's number of shards of a kind, with the D and C that the configurations have by now;
+    None: no shards."""
     shards = {label: getattr(config.numerics, key.partition(".")[2]) for label, config in configs.items()}
     if key != EXPERT_GROUPS:
         return shards
@@ -251,7 +252,7 @@ def _shards(choices: Sequence[Choice], configs: Mapping[str, RunConfig], key: st
 
 
 def named(choice: Choice, composed: Composed) -> Choice:
-    """Return the choice with a name: the only cell, which no key tells from others, has its tp's."""
+    """Return the choice with a name: the only configuration, which no key tells from others, has its tp's."""
     tp = composed.config.layout.tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
@@ -259,9 +260,9 @@ def named(choice: Choice, composed: Composed) -> Choice:
 def fitting_choices(
     choices: Sequence[Choice], composed: dict[str, Composed], here: bool
 ) -> tuple[tuple[Choice, ...], tuple[Omission, ...]]:
-    """Return the cells whose memory suffices, and those left out. here: as for `room.room`.
+    """Return the configurations whose memory suffices, and those left out. here: as for `room.room`.
 
-    ConfigError: no two of several cells fit, or the only one does not.
+    ConfigError: no two of several configurations fit, or the only one does not.
     """
     found = {choice.label: available_memory.problems(composed[choice.label].config, here=here) for choice in choices}
     large = {label: problems[0] for label, problems in found.items() if problems}
@@ -277,7 +278,8 @@ def plan_configurations(
     where: SweepDir,
     how: Planning,
 ) -> dict[str, Plan]:
-    """Plan each cell, by its name. Raises ConfigError with the problems of all; other TpiErrors as `plan.resolve`."""
+    """Plan each configuration, by its name. Raises ConfigError with the problems of all; other TpiErrors as
+    `plan.resolve`."""
     plans, cell_problems = {}, Problems()
     for choice, composed_cell in zip(choices, composed, strict=True):
         with cell_problems.recording(choice.label):
@@ -287,7 +289,7 @@ def plan_configurations(
 
 
 def configuration_of(choice: Choice, planned: Plan) -> Configuration:
-    """Return the cell as it stands in the matrix."""
+    """Return the configuration as it stands in the sweep."""
     return Configuration(
         name=choice.name,
         label=choice.label,
@@ -301,7 +303,7 @@ def configuration_of(choice: Choice, planned: Plan) -> Configuration:
 
 
 def lengths(plans: dict[str, Plan]) -> list[str]:
-    """Why these cells have not one length."""
+    """Why these configurations have not one length."""
     steps = sorted({planned.steps for planned in plans.values()})
     if len(steps) == 1:
         return []
@@ -309,7 +311,8 @@ def lengths(plans: dict[str, Plan]) -> list[str]:
 
 
 def environments(plans: dict[str, Plan]) -> list[str]:
-    """Why these cells cannot run in one process: ranks on a CPU are forked from it. On GPUs they begin anew."""
+    """Why these configurations cannot run in one process: ranks on a CPU are forked from it. On GPUs they begin
+    anew."""
     each = [planned.environment for planned in plans.values() if planned.device == "cpu"]
     if all(environment == each[0] for environment in each):
         return []
@@ -321,7 +324,8 @@ def environments(plans: dict[str, Plan]) -> list[str]:
 
 
 def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
-    """Return the reasons why cells are different experiments: the keys whose values alone change the identity."""
+    """Return the reasons why configurations are different experiments: the keys whose values alone change the
+    identity."""
     first = choices[0]
     problems = []
     for number, axis in enumerate(axes):

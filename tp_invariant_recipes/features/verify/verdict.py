@@ -1,4 +1,4 @@
-"""The verdict on the finished runs of a matrix. It needs only their directories: no Bridge, no GPU."""
+"""The verdict on the finished runs of a sweep. It needs only their directories: no Bridge, no GPU."""
 
 import os
 import shlex
@@ -30,21 +30,21 @@ from tp_invariant_recipes.text import plural, single_line
 
 SCHEMA = 1
 
-# The states of a cell besides the verdicts of a comparison.
+# The states of a configuration besides the verdicts of a comparison.
 REFERENCE = "reference"  # the others are compared with it
 FAILED = "failed"  # it did not run to its end, or its ledger is not the planned run's
 STOPPED = "stopped"
 NOT_RUN = "not run"
 
 PASSED = (REFERENCE, Verdict.IDENTICAL.value)
-INCOMPLETE = "incomplete"  # the whole matrix: a cell failed, was stopped or did not run
+INCOMPLETE = "incomplete"  # the whole sweep: a configuration failed, was stopped or did not run
 _COLOURS = {Verdict.IDENTICAL.value: "green", Verdict.DIFFERENT.value: "red", REFERENCE: "dim"}
 EXIT_STATUS = {verdict.value: status for verdict, status in compare.EXIT_STATUS.items()} | {INCOMPLETE: 2}
 
 
 @dataclass(frozen=True)
 class ConfigurationResult:
-    """One cell, or in the first row the ledger that all cells are compared with.
+    """One configuration, or in the first row the ledger that all configurations are compared with.
 
     state:      one of the words above, or a comparison's verdict.
     why:        the reason of a failure or stop; None otherwise.
@@ -108,7 +108,7 @@ class ConfigurationResult:
 
 @dataclass(frozen=True)
 class SweepVerdict(Result):
-    """The verdict on a matrix.
+    """The verdict on a sweep.
 
     verdict: "identical", "different", "not comparable" or "incomplete".
     line:    the whole verdict in one line. remarks: facts that a reader needs to judge it, one sentence each.
@@ -173,11 +173,12 @@ class SweepVerdict(Result):
 
 
 def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> SweepVerdict:
-    """Compare the cells in a directory of `tpi verify` with the first complete one, or with the ledger of --against.
+    """Compare the configurations in a directory of `tpi verify` with the first complete one, or with the ledger of
+    --against.
 
-    It writes `verify.json`. against: another path to that ledger, which may have moved. exitfirst: whether cells were
-    left out after the first that differs. Raises RunError when `directory` is not of `tpi verify`, LedgerError when the
-    ledger to compare with cannot be read.
+    It writes `verify.json`. against: another path to that ledger, which may have moved. exitfirst: whether
+    configurations were left out after the first that differs. Raises RunError when `directory` is not of `tpi verify`,
+    LedgerError when the ledger to compare with cannot be read.
     """
     verdict = verdict_on(directory, against, exitfirst=exitfirst)
     SweepDir(directory).write(SweepDir(directory).result, verdict.as_json())
@@ -185,7 +186,7 @@ def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = Fal
 
 
 def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> SweepVerdict:
-    """Compare the cells as above, and write nothing."""
+    """Compare the configurations as above, and write nothing."""
     where = SweepDir(directory)
     matrix = where.read_matrix()
     if against is not None:
@@ -201,7 +202,7 @@ def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool 
 
 
 def examine(where: SweepDir, cell: Configuration) -> ConfigurationResult:
-    """Return the state of a cell before it is compared: complete, or the reason why it does not count."""
+    """Return the state of a configuration before it is compared: complete, or the reason why it does not count."""
     run = where.cell(cell.name)
     ledger, state, why = None, REFERENCE, None
     if run.ledger.exists():
@@ -233,7 +234,8 @@ def _ended(where: SweepDir, cell: Configuration, ledger: Ledger | None) -> tuple
 
 
 def _another_run(cell: Configuration, ledger: Ledger) -> str | None:
-    """Why a complete ledger is not the cell's own: a copy of another cell's ledger would prove nothing."""
+    """Why a complete ledger is not the configuration's own: a copy of another configuration's ledger would prove
+    nothing."""
     header = ledger.header
     planned = {"identity": cell.identity_hash, "layout": cell.layout, "numerics": cell.numerics}
     recorded = {"identity": header.identity_hash, "layout": header.layout, "numerics": header.numerics}
@@ -252,7 +254,8 @@ _OF_A_PLACE = ("run", "launcher", "slurm", "cluster", "checkpoint", "save", "led
 
 
 def _other_overrides(run: RunDir, cell: Configuration) -> str | None:
-    """Why a run is not the cell's own, though its identity, layout and numerics are: overrides choose kernels, too."""
+    """Why a run is not the configuration's own, though its identity, layout and numerics are: overrides choose
+    kernels, too."""
     try:
         trained = run.read_run(RunFile).overrides
     except RunError as error:

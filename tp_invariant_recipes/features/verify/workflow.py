@@ -1,4 +1,4 @@
-"""`tpi verify`: plan the configurations of a matrix, train them in turn, judge the ledgers."""
+"""`tpi verify`: plan the configurations of a sweep, train them in turn, judge the ledgers."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -47,9 +47,9 @@ __all__ = ["SweepVerdict", "Verification", "check", "execute", "judge", "new", "
 
 @dataclass(frozen=True)
 class Verification:
-    """A matrix, ready to start.
+    """A sweep, ready to start.
 
-    plans: name of a cell -> its run, in order. Cells that an earlier verify has done have none.
+    plans: name of a configuration -> its run, in order. Cells that an earlier verify has done have none.
     anew:  configurations of an earlier verify that begin again: what it left of them is moved to `set-aside/`.
     rerun: whether there was an earlier verify.
     """
@@ -62,7 +62,7 @@ class Verification:
 
     @property
     def cells(self) -> tuple[Configuration, ...]:
-        """Return the cells to train."""
+        """Return the configurations to train."""
         return tuple(cell for cell in self.matrix.cells if cell.name in self.plans)
 
 
@@ -74,9 +74,11 @@ def new(
     directory: Path | None,
     how: Planning = TO_TRAIN,
 ) -> Verification:
-    """Plan all cells. It writes only the data cache. Raises a TpiError that lists the problems of all cells.
+    """Plan all configurations. It writes only the data cache. Raises a TpiError that lists the problems of all
+    configurations.
 
-    against: a run directory, ledger or certificate to compare all cells with, instead of the first cell.
+    against: a run directory, ledger or certificate to compare all configurations with, instead of the first
+    configuration.
     """
     requested = parse_all(overrides)
     problems, sound = check_reserved("verify", requested)
@@ -119,7 +121,8 @@ def plan_rerun(
 ) -> Verification | SweepVerdict:
     """Plan the configurations of an earlier verify that did not pass; the verdict if all have. against: as for `judge`.
 
-    A stopped cell goes on from its checkpoint, others begin anew. TpiError: one would be another run than planned.
+    A stopped configuration goes on from its checkpoint, others begin anew. TpiError: one would be another run than
+    planned.
     """
     where = SweepDir(directory)
     requested = where.read_matrix()
@@ -142,7 +145,7 @@ def plan_rerun(
 
 
 def _device(where: SweepDir, requested: Sweep) -> str:
-    """Return the device of the cells that have run; where none has, what is here."""
+    """Return the device of the configurations that have run; where none has, what is here."""
     for cell in requested.cells:
         with suppress(RunError):
             return where.cell(cell.name).read_run(RunFile).device
@@ -150,7 +153,8 @@ def _device(where: SweepDir, requested: Sweep) -> str:
 
 
 def _replanned(requested: Sweep, cell: Configuration, where: SweepDir, how: Planning, device: str | None) -> Plan:
-    """Return the plan of a cell that begins anew; device None: goes on. ConfigError: it would be another run."""
+    """Return the plan of a configuration that begins anew; device None: goes on. ConfigError: it would be another
+    run."""
     run = where.cell(cell.name)
     if device is None:
         request = RunRequest(None, (), run.path)
@@ -167,12 +171,13 @@ def _replanned(requested: Sweep, cell: Configuration, where: SweepDir, how: Plan
 
 
 def _field(cell: Configuration, name: str) -> str:
-    """Return a field as JSON, since one of the cells was read from a file."""
+    """Return a field as JSON, since one of the configurations was read from a file."""
     return canonical(getattr(cell, name))
 
 
 def check(verification: Verification) -> None:
-    """Let Bridge validate every cell. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of all."""
+    """Let Bridge validate every configuration. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of
+    all."""
     from tp_invariant_recipes.launch import train
 
     cell_problems = Problems()
@@ -183,9 +188,10 @@ def check(verification: Verification) -> None:
 
 
 def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> SweepVerdict:
-    """Write the directory, train the cells one after the other, and judge them. Raises RunError.
+    """Write the directory, train the configurations one after the other, and judge them. Raises RunError.
 
-    exitfirst: end with the first cell that fails or differs. watch: takes a cell's label and plan, shows its progress.
+    exitfirst: end with the first configuration that fails or differs. watch: takes a configuration's label and plan,
+    shows its progress.
     """
     where = verification.directory
     with (locked if verification.rerun else locked_empty)(where):
@@ -195,7 +201,8 @@ def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False
 
 
 def train_configurations(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> bool:
-    """Write the matrix and train its cells in turn; whether Ctrl-C ended it. The caller holds the directory's lock."""
+    """Write the sweep and train its configurations in turn; whether Ctrl-C ended it. The caller holds the directory's
+    lock."""
     where = verification.directory
     with _interruptible() as stop:
         if not verification.rerun:
@@ -208,7 +215,7 @@ def train_configurations(verification: Verification, watch: Watch, *, exitfirst:
                     break
                 if exitfirst and not _passes(verification, cell):
                     break
-        except KeyboardInterrupt:  # the files of an unfinished cell count as they are
+        except KeyboardInterrupt:  # the files of an unfinished configuration count as they are
             return not stop.requests
     return False
 
@@ -224,7 +231,7 @@ def _against_path(requested: Sweep) -> Path | None:
 
 
 def _set_aside(where: SweepDir, cell: Configuration) -> None:
-    """Move what an earlier verify left of a cell to `set-aside/`. Raises RunError: somebody trains there."""
+    """Move what an earlier verify left of a configuration to `set-aside/`. Raises RunError: somebody trains there."""
     run = where.cell(cell.name)
     if not run.path.exists():
         return
@@ -237,7 +244,7 @@ def _set_aside(where: SweepDir, cell: Configuration) -> None:
 
 
 def _train(cell: Configuration, planned: Plan, watch: Watch) -> Ended | None:
-    """Return the end of a cell's run; None: it failed, and its run directory has the reason."""
+    """Return the end of a configuration's run; None: it failed, and its run directory has the reason."""
     from tp_invariant_recipes.features.train import rank
     from tp_invariant_recipes.launch import train
 

@@ -1,1 +1,1 @@
-"""Loops that numba compiles for a CPU: products of matrices as the definitions in kernels/ state them."""
+"""Loops that numba compiles for a CPU: GEMMs as the definitions in kernels/ state them."""

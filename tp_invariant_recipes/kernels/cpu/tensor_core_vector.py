@@ -1,7 +1,7 @@
 """One step of the sum of kernels/gemm/segmented_k_gemm.py for LANES columns of a row at once, in LLVM's vectors.
 
 A numba loop leaves it to LLVM how many columns a vector holds and how many vectors are computed side by side. Here both
-are stated; LLVM cuts the vectors into those of the processor.
+are specified; LLVM cuts the vectors into those of the processor.
 
 The product of two bf16 numbers is exact in fp32; times unit = 2 ** (KEPT_BITS - top) it is exact again, and the
 conversion to an integer cuts it toward zero. Sixteen terms fit 32 bits, and so does their sum with the accumulator,

@@ -6,7 +6,7 @@ A tile of `out` walks k from the first piece to the last. At the end of a piece 
 It waits in registers or in shared memory for its neighbour, and the next piece begins with zeros. So a tile of `out`
 reaches memory once. Products of a library, one a piece, write all of `out`, and read and write it again for the next.
 
-A piece has the bits of fixed tiles (fixed_tile_gemm.py): a tensor core adds along k in order. Between pieces
+A piece has the bits of fixed-tile GEMMs (fixed_tile_gemm.py): a tensor core adds along k in order. Between pieces
 are IEEE additions in fp32. numerics/gemm/contraction.py tries both on the GPU at hand.
 
 FP8 operands have the bits of kernels/gemm/fp8_tiles.py. Their output may be bf16: the sum of all shards, rounded
@@ -122,7 +122,7 @@ def segmented_k_gemm(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -
 
 
 def in_order(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -> None:
-    """Compute the restarting product by a product of fixed tiles for each piece; of bf16 on a CPU too."""
+    """Compute the segmented-K GEMM by fixed-tile GEMM for each piece; of bf16 on a CPU too."""
     slices = cut.slices(matrices(a, b)[0].shape[1])
     pairs = [torch.empty_like(out, dtype=torch.float32) for _ in slices[::2]]
     for n, k in enumerate(slices):  # adding to the output rounds as a separate addition would

@@ -1,1 +1,2 @@
-"""Products of matrices: their definition, what computes them on a device, and the trials that compare bits."""
+"""Products of matrices: their definition, what computes them on a device, and the exactness checks that compare
+bits."""

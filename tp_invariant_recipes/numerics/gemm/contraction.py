@@ -1,11 +1,11 @@
 """A rank's part of a sum over a sharded dimension, on a GPU: the nodes of the tree that its shards make.
 
-    restarting   kernels/gemm/segmented_k_gemm.py: up to four products and their sums in one launch, where that
-                 pays, the kernel takes the operands, and a trial has found the bits of fixed tiles
-    as a batch   the products of all shards in one launch of cuBLAS for each segment, where the host is the limit
-    one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
+    restarting   kernels/gemm/segmented_k_gemm.py: up to four GEMMs and their sums in one launch, where that
+                 pays, the kernel takes the operands, and an exactness check has found the bits of fixed-tile GEMMs
+    as a batch   the GEMMs of all shards in one launch of cuBLAS for each segment, where the host is the limit
+    one by one   a GEMM for each shard and segment; the second of two neighbours adds itself to the first
 
-All have the same bits, the first two by a trial. Its operands cancel (numerics/gemm/probe.py), and
+All have the same bits, the first two by an exactness check. Its operands cancel (numerics/gemm/probe.py), and
 TPI_CHECK_PRODUCTS=1 compares on those of the run, as for cuBLAS (numerics/gemm/cublas.py).
 """
 
@@ -34,7 +34,7 @@ Segments = tuple[int, ...]  # the size of each
 # Numbers in fp32 of all terms of a batch: 256 MiB. One by one two neighbours share a place.
 ROOM = 2**26
 
-# kind of sum -> whether the restarting product, or a batch, had the bits of fixed tiles.
+# kind of sum -> whether the segmented-K GEMM, or a batch, had the bits of fixed-tile GEMMs.
 _restarting_is_exact: dict[tuple[Any, ...], bool] = {}
 _batch_is_exact: dict[tuple[Any, ...], bool] = {}
 
@@ -47,7 +47,7 @@ def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, gemm: Cal
     product:  as `numerics.gemm.gemm.product`.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
               order, where a shard's term is the sum over segments, in order.
-    raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
+    raises RunError: TPI_CHECK_PRODUCTS=1, and the segmented-K GEMM is not bitwise identical.
     """
     pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
     how = in_one_launch if pays else _as_a_batch
@@ -99,7 +99,7 @@ def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments) -> Tensor
 
 
 def _batch(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
-    """terms[v] = the sum over segments, in order, of shard v's product, as batches of products."""
+    """terms[v] = the sum over segments, in order, of shard v's GEMM, as batches of products."""
     shards, before = terms.shape[0], 0
     (rows, along), (across, columns) = a.stride(), b.stride()
     for segment in segments:
@@ -115,7 +115,7 @@ def _batch(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) 
 
 
 def _terms(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
-    """As `_batch`, by fixed tiles, one by one."""
+    """As `_batch`, by fixed-tile GEMMs, one by one."""
     for n, part in enumerate(_parts(segments, terms.shape[0])):
         by_fixed_tile_gemm(a[:, part], b[part], terms[n % terms.shape[0]], n >= terms.shape[0])
 
@@ -126,7 +126,7 @@ def _parts(segments: Segments, shards: int) -> list[slice]:
 
 
 def in_one_launch(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """Return the nodes by the restarting product; None: it does not take the operands, or has not been found right.
+    """Return the nodes by the segmented-K GEMM; None: it does not take the operands, or has not been found right.
 
     Its rows do not depend on each other, so tokens of several context shards share a launch.
 
@@ -153,7 +153,7 @@ def in_one_launch(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.
 
 
 def _matches_definition(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> bool:
-    """Whether the restarting product may compute it. While a CUDA graph is captured: only a kind tried before."""
+    """Whether the segmented-K GEMM may compute it. While a CUDA graph is captured: only a kind tried before."""
     library: Any = cublas if isinstance(a, Tensor) else fp8_cublas
     kind = (*library.kind(a, b, out, add), cut)
     return cublas.tried(_restarting_is_exact, kind, out, lambda: library.agree(*_forms(cut), a, b, out, add))

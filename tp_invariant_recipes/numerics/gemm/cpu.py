@@ -1,7 +1,7 @@
-"""Matrix products of virtual shards on a CPU: all shards in one call, where that keeps the bits of each.
+"""Matrix GEMMs of virtual shards on a CPU: all shards in one call, where that keeps the bits of each.
 
-By definition (numerics/gemm/gemm.py) every shard is a product of its own, on operands without gaps. MKL gives a
-shard the same bits inside a larger product, or in a batch of any number, for most shapes, and other bits for some: a
+By definition (numerics/gemm/gemm.py) every shard is a GEMM of its own, on operands without gaps. MKL gives a
+shard the same bits inside a larger GEMM, or in a batch of any number, for most shapes, and other bits for some: a
 single row or column, a few odd numbers. So one call for all shards is taken only for shapes, strides and alignment for
 which it was seen, on this machine and in this process, to give the bits of the definition. The bits never depend on the
 outcome.
@@ -18,7 +18,7 @@ from torch import Tensor
 from tp_invariant_recipes.numerics.gemm import sampling
 from tp_invariant_recipes.numerics.gemm.operands import Split, like, parts_of, same_bits, without_gaps
 
-LEAST = 256  # numbers of a result; trials of a smaller one would say little about how it is summed
+LEAST = 256  # numbers of a result; exactness checks of a smaller one would say little about how it is summed
 TRIALS = 4
 ALIGNMENT = 64  # bytes of a cache line, and of what torch allocates
 
@@ -68,7 +68,7 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
 def is_exact(batched: Form, looped: Form, a: Tensor, b: Tensor, *kind: Any) -> bool:
     """Whether `batched` has the bits of `looped` for operands that lie in memory as these do.
 
-    kind: what else tells apart products of such operands.
+    kind: what else tells apart GEMMs of such operands.
     """
     key = (
         batched.__name__, a.shape, b.shape, a.stride(), b.stride(), a.dtype,
@@ -96,7 +96,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _trials(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Operands of which each kind shows another difference: the order of additions and whether products are rounded,
+    """Operands of which each kind shows another difference: the order of additions and whether GEMMs are rounded,
     numbers too small for normal ones, the sign of a sum of zeros."""
     generator = torch.Generator().manual_seed(0)
 

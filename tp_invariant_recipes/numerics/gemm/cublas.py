@@ -1,7 +1,7 @@
-"""cuBLAS's products, and a trial that tells whether one has the bits of a definition on the GPU at hand.
+"""cuBLAS's GEMMs, and an exactness check that tells whether one has the bits of a definition on the GPU at hand.
 
 cuBLAS chooses an algorithm by shapes, strides, dtypes, alignment and torch's settings; `kind` holds all of these. The
-trial's operands cancel (numerics/gemm/probe.py): on others an output in bf16 hides most differences.
+exactness check's operands cancel (numerics/gemm/probe.py): on others an output in bf16 hides most differences.
 TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (numerics/layers/attention.py).
 """
 
@@ -19,7 +19,8 @@ from tp_invariant_recipes.numerics.gemm.probe import cancelling, residue
 
 CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute what a trial has decided both ways, on the operands of the run, and compare
 TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried
-# What cuBLAS says of strides or alignment that it does not take. Any other error of a trial is an error of the run.
+# What cuBLAS says of strides or alignment that it does not take. Any other error of an exactness check is an error of
+# the run.
 LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
 
 # a, b, out, add: out = a @ b, or out += a @ b, with fp32 accumulation, rounded once to out's dtype.
@@ -57,7 +58,7 @@ def capturing(operand: Tensor) -> bool:
 def tried(
     decided: dict[tuple[Any, ...], bool], kind: tuple[Any, ...], operand: Tensor, trial: Callable[[], bool]
 ) -> bool:
-    """Return what a trial of this kind has found, once a process.
+    """Return what an exactness check of this kind has found, once a process.
 
     While a CUDA graph is captured nothing is tried: False.
     """
@@ -77,20 +78,20 @@ _running: list[tuple[Any, ...]] = []  # the kinds that are tried, one within ano
 
 
 def trying() -> bool:
-    """Whether a trial runs. It calls modules, whose hooks must leave what they return as it is."""
+    """Whether an exactness check runs. It calls modules, whose hooks must leave what they return as it is."""
     return bool(_running)
 
 
 @cache
 def checking() -> bool:
-    """Whether every product and every attention of this process is computed both ways."""
+    """Whether every GEMM and every attention of this process is computed both ways."""
     return os.environ.get(CHECK, "0") == "1"
 
 
 def settings() -> tuple[Any, ...]:
     """torch's settings that decide which kernel cuBLAS runs. These getters take 0.6 µs together, the public ones 3.
 
-    The precision of fp32 holds whatever has set it: `fp32_precision` of the product, of CUDA or of all backends, or the
+    The precision of fp32 holds whatever has set it: `fp32_precision` of the GEMM, of CUDA or of all backends, or the
     older `allow_tf32` and `set_float32_matmul_precision`, whose own getters raise once `fp32_precision` was set.
     """
     return (
@@ -110,7 +111,7 @@ def agree(
     add: bool,
     parts: Sequence[slice] = (slice(None),),
 ) -> bool:
-    """Whether two products have the same bits on operands that cancel and lie in memory as these do; `out` stays.
+    """Whether two GEMMs have the same bits on operands that cancel and lie in memory as these do; `out` stays.
 
     parts: of the summed dimension, each a sum that cancels.
     False, too, where cuBLAS does not take the operands' layout.
@@ -133,9 +134,9 @@ def agree_on(
     draws: Sequence[Callable[[Any, Any, torch.Generator], None]],
     not_taken: Sequence[str],
 ) -> bool:
-    """Whether two products have the same bits on all draws; False, too, where the first does not take the operands.
+    """Whether two GEMMs have the same bits on all draws; False, too, where the first does not take the operands.
 
-    a, b:      memory, which each draw fills. out: what the products' outputs lie like; it stays.
+    a, b:      memory, which each draw fills. out: what the GEMMs' outputs lie like; it stays.
     not_taken: words of errors that say so.
     """
     generator = torch.Generator(out.device).manual_seed(0)
@@ -157,9 +158,9 @@ def agree_on(
 
 
 def checked(first: Product, defined: Product, a: Any, b: Any, out: Tensor, add: bool, what: str) -> Tensor:
-    """Both products on these operands; `out` gets the result of `first`. Raises RunError where their bits differ.
+    """Both GEMMs on these operands; `out` gets the result of `first`. Raises RunError where their bits differ.
 
-    what: which product it is, what has computed it, and where the trial is that did not see it; in words.
+    what: which GEMM it is, what has computed it, and where the exactness check is that did not see it; in words.
     """
     expected = like(out, 16)
     if add:

@@ -1,11 +1,11 @@
 """Products of matrices that walk k in order, by whatever computes that sum on a device.
 
 tensor_core_sum.py defines the sum of bf16 products, as a Hopper tensor core adds them. Rows and columns of such
-a product do not depend on how many lie beside them, so shards may share a call. The virtual shards decide the order of
+a GEMM do not depend on how many lie beside them, so shards may share a call. The virtual shards decide the order of
 sums across them only: those are IEEE additions in fp32.
 
-numerics=portable has these products everywhere. numerics=tree has them on GPUs, and numerics/gemm/cpu.py on CPUs;
-it does not ask whether a GPU adds as a Hopper does: there fixed tiles are the definition, on the GPU at hand.
+numerics=portable has these GEMMs everywhere. numerics=tree has them on GPUs, and numerics/gemm/cpu.py on CPUs;
+it does not ask whether a GPU adds as a Hopper does: there fixed-tile GEMMs are the definition, on the GPU at hand.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from tp_invariant_recipes.numerics.gemm.operands import Split
 
 
 def by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """Compute a product on a CPU."""
+    """Compute a GEMM on a CPU."""
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu  # loads numba
 
     if add and out.dtype == torch.float32:
@@ -30,18 +30,18 @@ def by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 
 
 def by_fixed_tile_gemm(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """Compute a product on a GPU, for any layout."""
+    """Compute a GEMM on a GPU, for any layout."""
     from tp_invariant_recipes.kernels.gemm.fixed_tile_gemm import fixed_tile_gemm
 
     fixed_tile_gemm(a, b, out, add=add)
 
 
-# kind of product -> whether cuBLAS had the bits of fixed tiles.
+# kind of GEMM -> whether cuBLAS had the bits of fixed-tile GEMMs.
 _cublas_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Split = 1, add: bool = False) -> Tensor:
-    """Return the product of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition
+    """Return the GEMM of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition
     in fp32.
 
     a:             [m, k]; b: [k, n], both bf16, with any strides.
@@ -61,7 +61,7 @@ def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     a, b:    [m, k] and [k, n], on a GPU both bf16 or both fp32, on a CPU bf16, with any strides.
     out:     [m, n] bf16 or fp32, with any strides.
     returns: out.
-    raises TypeError: other dtypes; RunError: TPI_CHECK_PRODUCTS=1, and cuBLAS has other bits.
+    raises TypeError: other dtypes; RunError: TPI_CHECK_PRODUCTS=1, and cuBLAS is not bitwise identical.
     """
     way = chosen(a, b, out, add)
     if way is cublas.launch and cublas.checking():
@@ -74,7 +74,7 @@ def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
 
 
 def chosen(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Product:
-    """Return what computes the product on its device; docs/arithmetic.md says why all are believed to agree."""
+    """Return what computes the GEMM on its device; docs/arithmetic.md says why all are believed to agree."""
     return by_numba if a.is_cpu else _on_gpu(a, b, out, add)
 
 
@@ -91,7 +91,7 @@ def _matches_definition(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
 
 
 def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    """cuBLAS's product and the one of fixed tiles on these operands. Raises RunError where their bits differ."""
+    """cuBLAS's GEMM and the one of fixed-tile GEMMs on these operands. Raises RunError where their bits differ."""
     what = (
         f"a GEMM {[*a.shape]} @ {[*b.shape]} by cuBLAS is not bitwise identical to the fixed-tile GEMM ({a.dtype} to "
         f"{out.dtype}, add={add}): the runtime exactness check of products/cublas.py did not detect it"

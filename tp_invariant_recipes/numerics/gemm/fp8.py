@@ -1,8 +1,8 @@
 """Products of FP8 matrices, `fp8 tiles 1` (kernels/gemm/fp8_tiles.py), by whatever computes them on a device.
 
 A row's and a column's bits do not depend on how many lie beside it, so shards of rows and columns may share a call. A
-shard of k is a product of its own, and a multiple of 128: `along_k` cuts it, `nodes` adds in tree order: in one launch
-where contraction.py's trial agrees, else one by one.
+shard of k is a GEMM of its own, and a multiple of 128: `along_k` cuts it, `nodes` adds in tree order: in one launch
+where contraction.py's exactness check agrees, else one by one.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from tp_invariant_recipes.numerics.gemm.contraction import Segments
 from tp_invariant_recipes.numerics.gemm.operands import every_part
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
-# Multiplications of a sum of two products from which two launches of cuBLAS are faster than one of fixed tiles, which
-# take twice a product's time on a GPU, and the host a third of the time of a launch through Transformer Engine.
+# Multiplications of a sum of two GEMMs from which two launches of cuBLAS are faster than one of fixed-tile GEMMs, which
+# take twice a GEMM's time on a GPU, and the host a third of the time of a launch through Transformer Engine.
 WORTH = 2**32
 
 
@@ -43,7 +43,7 @@ def gemm(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Tenso
 
 
 def on_cpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
-    """Compute a product on a CPU."""
+    """Compute a GEMM on a CPU."""
     from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu  # load numba
 
     total = fp8_cpu.gemm(a, b)
@@ -81,7 +81,7 @@ def nodes(
     dtype:    of the root of the tree.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
               order, where a shard's term is the sum over segments, in order. Or the root of `dtype`, n = 1.
-    raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
+    raises RunError: TPI_CHECK_PRODUCTS=1, and the segmented-K GEMM is not bitwise identical.
     """
     small = not mesh.graphs and a.data.shape[0] * b.data.shape[0] * a.data.shape[1] < WORTH
     root = dtype if mesh.size == 1 else torch.float32
@@ -95,7 +95,7 @@ def nodes(
 
 
 def _added(a: Quantized, b: Quantized, sums: list[list[slice]], small: bool) -> Tensor:
-    """Add the products of each sum's pieces of k, in order: [sums, m, n]. small: launches limit their speed."""
+    """Add the GEMMs of each sum's pieces of k, in order: [sums, m, n]. small: launches limit their speed."""
     total = torch.empty(len(sums), a.data.shape[0], b.data.shape[0], device=a.data.device)
     for slices, out in zip(sums, total, strict=True):
         pieces = [(k.start, k.stop - k.start) for k in slices]

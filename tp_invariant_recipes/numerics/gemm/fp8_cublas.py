@@ -1,10 +1,11 @@
-"""cuBLAS's FP8 products, and the trial that tells whether one has the bits of fixed tiles on the GPU at hand.
+"""cuBLAS's FP8 products, and the exactness check that tells whether one has the bits of fixed-tile GEMMs on the GPU at
+hand.
 
     torch's `_scaled_mm`     without addition; with blocks, e4m3 by e4m3
     Transformer Engine's     added to an fp32 output, and e5m2 with blocks; a slice of k is copied first
 
-Both compute rows of `out` as cuBLAS's columns, so b is its first operand. numerics/gemm/cublas.py says how trials
-are kept; the operands here are those of fp8_probe.py.
+Both compute rows of `out` as cuBLAS's columns, so b is its first operand. numerics/gemm/cublas.py says how exactness
+checks are kept; the operands here are those of fp8_probe.py.
 """
 
 import importlib.util
@@ -24,7 +25,7 @@ TRIALS = 2  # of each draw
 NOT_TAKEN = (*cublas.LAYOUT_NOT_TAKEN, "Unable to find any suitable algorithms")
 RECIPES = {"tensor": 0, "1x128": 4, "128x128": 5}  # of torch.nn.functional.ScalingType
 
-# kind of product -> whether cuBLAS had the bits of fixed tiles.
+# kind of GEMM -> whether cuBLAS had the bits of fixed-tile GEMMs.
 _is_exact: dict[tuple[Any, ...], bool] = {}
 
 
@@ -36,7 +37,7 @@ def matches_definition(a: Quantized, b: Quantized, out: Tensor, add: bool, defin
 
 
 def kind(a: Quantized, b: Quantized, out: Tensor, add: bool) -> tuple[Any, ...]:
-    """All that decides which kernel computes a product."""
+    """All that decides which kernel computes a GEMM."""
     return (
         *(part for x in (a, b) for part in (x.blocks, *_place(x.data), *_place(x.scale))), *_place(out), add,
         *cublas.settings(),
@@ -117,7 +118,7 @@ def _installed() -> bool:
 def agree(
     first: cublas.Product, defined: cublas.Product, a: Quantized, b: Quantized, out: Tensor, add: bool
 ) -> bool:  # fmt: skip
-    """Whether two products have the same bits on operands that lie in memory as these do; `out` stays.
+    """Whether two GEMMs have the same bits on operands that lie in memory as these do; `out` stays.
 
     False, too, where cuBLAS does not take the operands' layout.
     """

@@ -1,8 +1,8 @@
-"""Matrix products of numerics=tree.
+"""Matrix GEMMs of numerics=tree.
 
-On a GPU a product walks k in order (numerics/gemm/defined.py): a row's and a column's bits do not depend on how
+On a GPU a GEMM walks k in order (numerics/gemm/defined.py): a row's and a column's bits do not depend on how
 many lie beside it, so all shards of a rank share a launch. On a CPU no library walks k in order. There every shard is a
-product of its own by definition, on shapes that no t changes (numerics/gemm/cpu.py).
+GEMM of its own by definition, on shapes that no t changes (numerics/gemm/cpu.py).
 """
 
 from functools import cache
@@ -42,7 +42,7 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Split =
 
     a:             [m, k] bf16 or fp32; b: [k, n], of a's dtype; either may be a slice or transposed.
     out:           [m, n] of a's dtype or fp32; may be a slice of rows or columns.
-    rows, columns: on a CPU the shards that m or n consists of, each a product of its own by definition; not both. On a
+    rows, columns: on a CPU the shards that m or n consists of, each a GEMM of its own by definition; not both. On a
                    GPU they change nothing.
     returns:       out.
     raises TypeError: on a GPU, operands of other dtypes.

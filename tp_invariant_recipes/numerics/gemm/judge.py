@@ -1,4 +1,4 @@
-"""Computes a sampled product again, on a CPU, and counts the bits that differ (docs/guard.md)."""
+"""Computes a sampled GEMM again, on a CPU, and counts the bits that differ (docs/guard.md)."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class UnlikeBits:
 def expected(sample: Sample) -> Tensor:
     """Return what the sample's result must be: [nodes, n, m] of its dtype, on the CPU where the sample is.
 
-    kernels/gemm/segmented_k_gemm.py defines a product of DEFINED; one of LIBRARY is the same call on the same
+    kernels/gemm/segmented_k_gemm.py defines a GEMM of DEFINED; one of LIBRARY is the same call on the same
     shape.
     """
     if sample.kind == REPEATED:
@@ -53,7 +53,7 @@ def expected(sample: Sample) -> Tensor:
 
 
 def require_definition(device: torch.device) -> None:
-    """Raise RunError: products of this device, if it is a GPU, are not those that a CPU computes by the definition."""
+    """Raise RunError: GEMMs of this device, if it is a GPU, are not those that a CPU computes by the definition."""
     if device.type != "cuda":
         return
     for dtype in (torch.bfloat16, torch.float32):

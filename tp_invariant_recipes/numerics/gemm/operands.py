@@ -1,4 +1,4 @@
-"""How the operands of a product are cut into shards, and laid out for a product of one shard."""
+"""How the operands of a GEMM are cut into shards, and laid out for a GEMM of one shard."""
 
 import itertools
 from collections.abc import Sequence

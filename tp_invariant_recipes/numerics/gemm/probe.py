@@ -21,7 +21,7 @@ SPREAD = 4  # blocks differ by up to 2 ** (4 * SPREAD)
 
 
 def within(a: Quantized, b: Quantized, generator: torch.Generator) -> None:
-    """Fill both operands, of k alike. With an odd number at the end of k its last product is zero."""
+    """Fill both operands, of k alike. With an odd number at the end of k its last GEMM is zero."""
     k = a.data.shape[1]
     x, y = _normal(a, generator), _normal(b, generator)
     for start in range(0, k, BLOCK):
@@ -90,7 +90,7 @@ WIDE = 8  # powers of two, up and down, between positions
 def cancelling(a: Tensor, b: Tensor, generator: torch.Generator) -> None:
     """Fill both operands.
 
-    a: [m, k]; b: [k, n], of a's dtype and device, any strides. With odd k one product of each sum is zero.
+    a: [m, k]; b: [k, n], of a's dtype and device, any strides. With odd k one GEMM of each sum is zero.
     generator: of their device.
     """
     k = a.shape[1]
@@ -103,7 +103,7 @@ def cancelling(a: Tensor, b: Tensor, generator: torch.Generator) -> None:
 
 
 def residue(out: Tensor, generator: torch.Generator) -> None:
-    """Fill the output that a product is added to, with numbers as small as a cancelling product's rounding."""
+    """Fill the output that a GEMM is added to, with numbers as small as a cancelling GEMM's rounding."""
     out.copy_(torch.randn(out.shape, generator=generator, device=out.device).mul_(2.0**-20))
 
 
@@ -116,7 +116,7 @@ def cancelling_attention(
     queries in pairs with equal queries and opposite gradients, in random order. A query of the second window sees the
     first one, which cancels, and not its own: there a feature of query and key makes the score so low that its
     exponential is 0. (The first window sees itself, with gradients of 0.) So P·V and dS·K cancel over keys, and P^T·dO
-    and dS^T·Q over queries. Pairs have magnitudes of their own: sums of equally large products of bf16 numbers are
+    and dS^T·Q over queries. Pairs have magnitudes of their own: sums of equally large GEMMs of bf16 numbers are
     often exact.
 
     query: [s, b, h, d]; key: [s, b, g, d]; value: [s, b, g, v]; gradient: [s, b, h, v], all of one dtype and device.

@@ -1,11 +1,11 @@
-"""Live operands and results of a few products of a step, for a guard that computes them again (docs/guard.md).
+"""Live operands and results of a few GEMMs of a step, for a guard that computes them again (docs/guard.md).
 
-A product calls `begin` before it computes, and `end` of what that returns: None for all but the few that are chosen.
+A GEMM calls `begin` before it computes, and `end` of what that returns: None for all but the few that are chosen.
 Which those are follows from a seed, the step and the rank alone, never from torch's generators.
 
     defined   16 rows of a and 16 columns of b, evenly spread from a drawn start, and their 256 results. Of evenly
               spread rows one lies in every tile as high as their distance; of drawn ones it may not
-    library   one shard of the product, whole: on a CPU a library's bits depend on the shape (numerics/gemm/cpu.py)
+    library   one shard of the GEMM, whole: on a CPU a library's bits depend on the shape (numerics/gemm/cpu.py)
     repeated  a shard of core attention, which has no definition but its own launch
 
 While a CUDA graph is captured the gathers become part of it: every replay fills the same memory.
@@ -42,14 +42,14 @@ class Where:
 
 @dataclass(frozen=True)
 class Sample:
-    """Operands and results of a product.
+    """Operands and results of a GEMM.
 
     kind:     one of DEFINED, LIBRARY, REPEATED.
     a, b:     [n, k] and [k, m]. Of REPEATED a is what the repetition gave, and there is no b.
-    before:   [n, m], what the product was added to; None: it was not.
+    before:   [n, m], what the GEMM was added to; None: it was not.
     out:      [nodes, n, m]: `nodes` neighbours in the tree over `shards` shards of k.
     segments: the parts of k, each of `shards` shards.
-    chained:  whether the segments' products are added to `before` one by one, not their sum.
+    chained:  whether the segments' GEMMs are added to `before` one by one, not their sum.
     """
 
     kind: str
@@ -75,19 +75,19 @@ class Sample:
 
 
 class Sampler:
-    """Chooses `count` products of every step. seed: such as the run's, with the rank."""
+    """Chooses `count` GEMMs of every step. seed: such as the run's, with the rank."""
 
     def __init__(self, count: int, seed: str) -> None:
         self.count, self.seed = count, seed
         self.samples: list[Sample] = []
         self.fixed: list[Sample] = []  # whose gathers a CUDA graph makes at each replay
-        self.everything = False  # whether all products are sampled
+        self.everything = False  # whether all GEMMs are sampled
         self._products = self._captured = 0
         self._chosen: set[int] = set(range(count))
         self.draw = random.Random(seed)
 
     def restart(self, step: int) -> None:
-        """Begin a step: draw which of as many products as the last step had. The first step's are its first."""
+        """Begin a step: draw which of as many GEMMs as the last step had. The first step's are its first."""
         self.draw = random.Random(f"{self.seed} {step}")
         if self._products:
             self._chosen = set(self.draw.sample(range(self._products), min(self.count, self._products)))
@@ -95,7 +95,7 @@ class Sampler:
         self._products, self.samples = 0, []
 
     def wants(self, operand: Tensor) -> bool:
-        """Whether the product that comes next is to be sampled."""
+        """Whether the GEMM that comes next is to be sampled."""
         if capturing(operand):
             self._captured += 1
             return self._captured % getattr(self, "_every", 1) == 0
@@ -103,11 +103,11 @@ class Sampler:
         return self.everything or self._products - 1 in self._chosen
 
     def drawn(self, shards: Sequence[T]) -> Sequence[T]:
-        """Return the shards of a chosen product that are sampled."""
+        """Return the shards of a chosen GEMM that are sampled."""
         return shards if self.everything else [self.draw.choice(shards)]
 
     def keep(self, sample: Sample) -> None:
-        """Take a sample; of a product in a graph that is being captured, for all replays."""
+        """Take a sample; of a GEMM in a graph that is being captured, for all replays."""
         (self.fixed if capturing(sample.out) else self.samples).append(sample)
 
 
@@ -115,8 +115,8 @@ _sampler: Sampler | None = None
 
 
 def use(sampler: Sampler | None) -> None:
-    """Have this process's products sampled by it from now on; None: no longer."""
-    global _sampler  # noqa: PLW0603 -- products have no configuration
+    """Have this process's GEMMs sampled by it from now on; None: no longer."""
+    global _sampler  # noqa: PLW0603 -- GEMMs have no configuration
     _sampler = sampler
 
 
@@ -154,14 +154,14 @@ class _Started:
 
 
 def begin(a: Tensor, b: Tensor, out: Tensor, add: bool, segments: Sequence[int] | None = None) -> _Started | None:
-    """Return a product a @ b → out whose rows and columns are each defined by themselves. None: it is not chosen."""
+    """Return a GEMM a @ b → out whose rows and columns are each defined by themselves. None: it is not chosen."""
     if _sampler is None or not (a.shape[0] and b.shape[1] and _sampler.wants(a)):
         return None
     return _Started(DEFINED, a.detach(), b.detach(), out.detach(), add, tuple(segments or (a.shape[1],)))
 
 
 def begin_group(sizes: Sequence[int], gemm: Callable[[int, slice], tuple[Tensor, Tensor, Tensor]]) -> _Started | None:
-    """One of several products in a launch, if the launch is chosen. sizes: rows of each; product: a, b and out of one.
+    """One of several GEMMs in a launch, if the launch is chosen. sizes: rows of each; product: a, b and out of one.
 
     Operands without rows have no product.
     """
@@ -192,7 +192,7 @@ def begin_chain(
 
 
 def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Split, columns: Split, add: bool) -> "_Shards | None":
-    """Return a library's product a @ b → out of shards. None: it is not chosen; of a chosen one a shard is drawn."""
+    """Return a library's GEMM a @ b → out of shards. None: it is not chosen; of a chosen one a shard is drawn."""
     if _sampler is None or not (a.shape[0] and b.shape[1] and _sampler.wants(a)):
         return None
     a, b, out = a.detach(), b.detach(), out.detach()
@@ -205,7 +205,7 @@ def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Split, columns: Split
 
 
 class _Shards(list[_Started]):
-    """Chosen shards of a product before it computes."""
+    """Chosen shards of a GEMM before it computes."""
 
     def end(self) -> None:
         """Take the samples."""
@@ -214,12 +214,12 @@ class _Shards(list[_Started]):
 
 
 def take_partials(a: Tensor, b: Tensor, total: Tensor, segments: tuple[int, ...]) -> None:
-    """Of a library's products of all shards of k, [shards, m, n], take a drawn shard, if it is chosen."""
+    """Of a library's GEMMs of all shards of k, [shards, m, n], take a drawn shard, if it is chosen."""
     if _sampler is None or not _sampler.wants(a):
         return
     a, b, shards = a.detach(), b.detach(), len(total)
     where = Where(b.data_ptr(), 0, _transposed(b))
-    own = tuple(size // shards for size in segments)  # each is a product of its own, in the layout of its operands
+    own = tuple(size // shards for size in segments)  # each is a GEMM of its own, in the layout of its operands
     cuts = every_part(segments, shards)
     for number in _sampler.drawn(range(shards)):
         a_shard = torch.cat([a[:, part] for part in cuts[number]], 1)

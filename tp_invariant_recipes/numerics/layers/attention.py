@@ -4,7 +4,7 @@ Attention is *defined* shard by shard: a backend's result for the heads and quer
 operands. That launch has one shape for every t. Heads never mix, but a backend may group or split its sums by the
 number of heads it is given; flash-attn's backward does so with dQ. So one launch for all shards of a rank is taken
 only where it was seen, on this machine and in this process, to give the bits of the definition: of the output and of
-all three gradients. The trial's operands cancel (numerics/gemm/probe.py).
+all three gradients. The exactness check's operands cancel (numerics/gemm/probe.py).
 """
 
 from abc import ABC, abstractmethod
@@ -174,7 +174,7 @@ def attention_of_each(
 ) -> Tensor:
     """`attention` of several sequences with the bits that each has by itself; a forward pass alone.
 
-    Arguments and result as of `attention`. One launch for all is taken only where a trial gives these bits.
+    Arguments and result as of `attention`. One launch for all is taken only where an exactness check gives these bits.
     """
 
     def in_one_launch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def _defined(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, s
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Operands, torch.Generator]]:
-    """Yield the operands of each trial, of these shapes, and what draws more of them."""
+    """Yield the operands of each exactness check, of these shapes, and what draws more of them."""
     generator = torch.Generator(query.device).manual_seed(0)
     for fill in TRIALS:
         gradient = query.new_empty(*query.shape[:-1], value.shape[-1])

@@ -5,7 +5,7 @@ Per head, with unit keys and queries, a state S [key, value] that begins with ze
     S[t] = exp(g[t]) S[t-1] + k[t] (β[t] (v[t] - exp(g[t]) S[t-1]ᵀ k[t]))ᵀ        o[t] = S[t]ᵀ q[t] / sqrt(key)
 
 It is computed in fp32, in chunks of 64 tokens: kernels/delta_rule.py has the equations, and a GPU's kernels, for all
-shards at once. A CPU has the plain torch below: library products on the shape of one shard and its sequences, the same
+shards at once. A CPU has the plain torch below: library GEMMs on the shape of one shard and its sequences, the same
 in every layout. Both agree to rounding. The backward pass computes the forward pass again: between the two only the
 shards' inputs stay.
 """

@@ -18,7 +18,7 @@ each summed over all data shards before they are added.
 
 Megatron adds the two in turns at pp=1.
 
-Lookups of multi-token prediction have a third sum, `weight.ahead_gradient`, on the last stage, which Megatron tells the
+Lookups of MTP have a third sum, `weight.ahead_gradient`, on the last stage, which Megatron tells the
 first. It is added to main_grad once complete, before the lookups of the main model.
 """
 
@@ -39,7 +39,7 @@ def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int 
     """weight[ids], and zeros for the tokens whose rows other ranks have.
 
     weight: [rows, h]; ids: [b, s] int64, rows of `weight`; elsewhere: [b, s] bool, ids of no row here; None: none.
-    contexts: context shards that s consists of. ahead: whether the lookup is one of multi-token prediction.
+    contexts: context shards that s consists of. ahead: whether the lookup is one of MTP.
     returns: [b, s, h] of weight's dtype.
     """
     known = ids if elsewhere is None else ids.masked_fill(elsewhere, -1)

@@ -1,4 +1,4 @@
-"""Column- and row-parallel products whose every sum over a sharded dimension is a tree over virtual shards.
+"""Column- and row-parallel GEMMs whose every sum over a sharded dimension is a tree over virtual shards.
 
 A rank's rows of a column-parallel weight are segments (gate, up), each split into shards:
 
@@ -10,7 +10,7 @@ or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
     forward          y  = x @ weight^T
     input gradient   dx = dy @ weight
-    weight gradient  dw = dy^T @ x, a product for each context shard
+    weight gradient  dw = dy^T @ x, a GEMM for each context shard
 
 numerics/layers/formats/ says what the operands are and what multiplies them.
 """
@@ -68,7 +68,7 @@ def unsplit(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Split) -> Te
 
 
 class Column(NamedTuple):
-    """The two passes of a column-parallel product, for functions of autograd. Fields: as of `column_parallel`.
+    """The two passes of a column-parallel GEMM, for functions of autograd. Fields: as of `column_parallel`.
 
     gathers: several ranks have slices of the tokens.
     """
@@ -186,7 +186,7 @@ def norm_column_parallel(
     """`column_parallel(rms_norm(x, norm_weight, …), weight, …)`.
 
     x: [s/t, b, k] with sequence parallelism, [s, b, k] without; norm_weight: [k]; weight: [n/t, k].
-    norm, layer: the norm's and the product's division into shards. returns: [s, b, n/t] of x's dtype.
+    norm, layer: the norm's and the GEMM's division into shards. returns: [s, b, n/t] of x's dtype.
     """
     check_rows(x, norm_weight, norm.mesh, norm.shards_of)
     return _NormColumnParallel.apply(x, norm_weight, weight, eps, norm, layer)
@@ -299,7 +299,7 @@ def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh) -> Red
 
 
 def _subtree(grads: tuple[Tensor, ...], rows: tuple[Tensor, ...], first: int, count: int) -> Tensor:
-    """Return the sum of `count` chunks' products in tree order, with one buffer a level of the tree."""
+    """Return the sum of `count` chunks' GEMMs in tree order, with one buffer a level of the tree."""
     if count > 2:
         subtree = _subtree(grads, rows, first, count // 2)
         return subtree.add_(_subtree(grads, rows, first + count // 2, count // 2))

@@ -76,7 +76,7 @@ class WithGemms:
 
     @property
     def operands(self) -> Format:
-        """What its products compute with."""
+        """What its GEMMs compute with."""
         return _operands(self.config.invariant_mode)
 
 
@@ -201,7 +201,7 @@ class HeadNormForward(NormForward):
 def layers_of_stack(original: Callable[..., None]) -> Callable[..., None]:
     """Return a replacement for HybridStack.__init__, whose specification has one class for all layers of a kind.
 
-    As in Megatron's, layers ahead (multi-token prediction) count from the first one of their own.
+    As in Megatron's, layers ahead (MTP) count from the first one of their own.
     """
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -225,7 +225,7 @@ def operands_of(layers: Fp8Layers, arithmetic: "mode.Mode", group: Any) -> Forma
 
 
 class Fp8Mixin(WithGemms):
-    """A layer whose products are in FP8. in_bf16: they are not, since a hybrid model's stack says so."""
+    """A layer whose GEMMs are in FP8. in_bf16: they are not, since a hybrid model's stack says so."""
 
     in_bf16 = False
 

@@ -12,4 +12,4 @@ WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
 # A layer's sign -> its field in Megatron's specification.
 LAYERS = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "moe_layer"}
 SEPARATOR = "|"  # separates pipeline stages
-AHEAD = "/"  # before the layers of each depth of multi-token prediction, which Bridge puts after the model's
+AHEAD = "/"  # before the layers of each depth of MTP, which Bridge puts after the model's

@@ -158,7 +158,7 @@ def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement for megatron.core.pipeline_parallel.schedules.forward_step_calc_loss.
 
-    Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the product
+    Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the GEMM
     has the same rounding for every dp, also where a gradient is subnormal. The ranks of a context-parallel group share
     sequences, and their tokens were counted together (numerics/megatron/attention/core_attention.py).
     """

@@ -48,7 +48,7 @@ class _OfExperts:
         return ExpertHosts.from_config(self.config, tp, ep)
 
     def forward(self, x: Tensor, batches: Batches) -> Tensor:
-        """Compute what is added to the product of all experts: [r, k] → [r, n]."""
+        """Compute what is added to the GEMM of all experts: [r, k] → [r, n]."""
         low = adapter_linear(x, self.linear_in.weight, batches, self.owners)
         return adapter_linear(low, self.linear_out.weight, batches, self.owners) * (self.alpha / self.dim)
 

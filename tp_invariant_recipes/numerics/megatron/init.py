@@ -72,7 +72,7 @@ class InitRule:
     unmarked: bool = False
 
 
-_AHEAD = r"mtp\.layers\.\d+\."  # a depth of multi-token prediction
+_AHEAD = r"mtp\.layers\.\d+\."  # a depth of MTP
 LAYER = rf"(?:decoder\.layers\.\d+|{_AHEAD}mtp_model_layer(?:\.layers\.\d+)?)\."  # hybrid models have several
 _NORM = (
     rf"({LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.((q|k|kv)_layernorm|out_norm)|"

@@ -96,7 +96,7 @@ class InvariantRowParallelLinear(RowForward, RowParallelLinear):
 class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
     """Embedding: across ranks it sums one value and zeros, which is exact but for the sign of zero.
 
-    ahead: whether a lookup is one of multi-token prediction (numerics/megatron/mtp.py).
+    ahead: whether a lookup is one of MTP (numerics/megatron/mtp.py).
     """
 
     ahead = False

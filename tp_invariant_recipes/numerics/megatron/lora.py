@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): Bridge's adapters with invariant sums, and how their weights begin.
 
 An adapter adds x A^T B^T · alpha/dim to the output of a frozen linear layer; A is [dim, k], B is [n, dim]. One of the
-two products has its sums split over ranks as the base layer has. Of the other one the ranks gather the matrix, which
+two GEMMs has its sums split over ranks as the base layer has. Of the other one the ranks gather the matrix, which
 is small:
 
     base             x @ A^T                                     a @ B^T

@@ -1,4 +1,4 @@
-"""Multi-token prediction: Megatron's layers for the tokens after the next one, with invariant sums.
+"""MTP: Megatron's layers for the tokens after the next one, with invariant sums.
 
 The last pipeline stage has these layers, a copy of the embedding, and the output layer, which all depths use. So a
 backward pass has several gradients of these two weights: it adds them depth by depth, the last one first, and then the

@@ -284,7 +284,7 @@ class _ZLoss(LayerFunction):
         top = wide.amax(1, keepdim=True)
         powers = torch.exp(wide - top)
         total = folding_sum(powers.clone(), 1)
-        # A CPU computes whole vectors, since the numbers after the last one may have other bits.
+        # A CPU computes whole vectors, since the numbers after the last one may not be bitwise identical.
         rest = 0 if total.is_cuda else -len(total) % VECTORS
         z = top + torch.log(torch.nn.functional.pad(total, (0, rest), value=1.0))[: len(total)].unsqueeze(1)
         ctx.save_for_backward(powers * (2.0 * z / total.unsqueeze(1)))

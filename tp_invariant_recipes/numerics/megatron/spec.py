@@ -35,7 +35,7 @@ from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.megatron.covered_layers import AHEAD, LAYERS, SEPARATOR
 from tp_invariant_recipes.replacement import resolve_own
 
-FP8_PREFIX = "Fp8"  # before the name of a layer whose products are in FP8
+FP8_PREFIX = "Fp8"  # before the name of a layer whose GEMMs are in FP8
 
 # Class in a stock specification -> its invariant replacement, as MODULE:CLASS of this package.
 SUBSTITUTES = {
@@ -73,7 +73,7 @@ HEAD_NORMS = {
     "TENorm": "numerics.megatron.te_wrappers:InvariantTEHeadNorm",
     "PlainRMSNorm": "numerics.megatron.local:InvariantHeadNorm",
 }
-# Classes in a stock specification whose invariant classes derive first from FP8_MIXIN where products are in FP8.
+# Classes in a stock specification whose invariant classes derive first from FP8_MIXIN where GEMMs are in FP8.
 FP8_MIXIN = "numerics.megatron.base:Fp8Mixin"
 FP8 = (
     "ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear",
@@ -126,7 +126,7 @@ def invariant_layer_spec(config: Any, vp_stage: int | None = None, *, family: st
 
 
 def invariant_layers(specs: Sequence[Any], config: Any, vp_stage: int | None) -> list[Any]:
-    """Return the layers of a stage with invariant parts, those in FP8 with products in FP8. specs: of stock layers."""
+    """Return the layers of a stage with invariant parts, those in FP8 with GEMMs in FP8. specs: of stock layers."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     own, fp8, start = (
@@ -145,7 +145,7 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
            function or None.
     field: the field of the specification that holds the part.
     own:   substitutes that stand before those of the tables.
-    fp8:   whether its products are in FP8.
+    fp8:   whether its GEMMs are in FP8.
     Raises ConfigError for a class in none of the tables, since it may sum across ranks.
     """
     if isinstance(part, type):

@@ -116,7 +116,7 @@ class InvariantTERowParallelLinearLayerNorm(AfterRow, InvariantTERowParallelLine
 
 
 class InvariantTEGroupedMLP(ExpertsForward, TEGroupedMLP):
-    """Experts whose weights are in two Transformer Engine modules and whose products are our own."""
+    """Experts whose weights are in two Transformer Engine modules and whose GEMMs are our own."""
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""

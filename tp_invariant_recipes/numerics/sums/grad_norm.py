@@ -153,7 +153,7 @@ def clip_by_powers_of_two(original: Callable[..., None]) -> Callable[..., None]:
     """Return a replacement for megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32, made from that
     function.
 
-    It rounds a coefficient below 1 down to a power of two. The product with a gradient is then exact unless it is
+    It rounds a coefficient below 1 down to a power of two. The GEMM with a gradient is then exact unless it is
     subnormal. The clipped norm is between half of max_norm and max_norm, so training differs from Megatron's.
     """
 

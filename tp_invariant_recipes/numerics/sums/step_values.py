@@ -127,7 +127,7 @@ def metrics_summed(original: Callable[..., None], shards: int) -> Callable[..., 
         mesh = data_mesh(shards)
         for name in metric_names:
             of_layers = {layer: of_rows(rows) for layer, rows in kept.get(name, {}).items()}
-            # Multi-token prediction may compute a layer several times; how often others are does not matter to its sum.
+            # MTP may compute a layer several times; how often others are does not matter to its sum.
             for rows in sorted({len(values) for values in of_layers.values()}):
                 layers = sorted(layer for layer, values in of_layers.items() if len(values) == rows)
                 values = torch.stack([torch.stack(of_layers[layer]) for layer in layers], 1)

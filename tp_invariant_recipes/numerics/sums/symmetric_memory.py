@@ -1,6 +1,6 @@
-"""Sums and gathers over tensor-parallel ranks of one host through each other's memory (torch's symmetric memory).
+"""Sums and gathers over tensor-parallel ranks of one host through symmetric memory (torch's symmetric memory).
 
-Copy engines push a rank's slices of its node into its peers' inboxes while a product computes the next slice, or other
+Copy engines push a rank's slices of its node into its peers' inboxes while a GEMM computes the next slice, or other
 work runs; then each rank adds its inbox in tree order, with the bits of numerics/sums/tree.py's exchange by NCCL:
 
     barrier      the peers have read their inboxes of the use before
@@ -11,9 +11,10 @@ work runs; then each rank adds its inbox in tree order, with the bits of numeric
 Both barriers wait on the stream, and nothing else orders one use of the memory and the next, so that CUDA graphs may be
 replayed in any order. A group has one buffer for sums; what begins while another sum is in it goes by NCCL.
 
-With `device.peer_memory=auto` a trial at a group's first use decides: ranks on several hosts or without access to each
-other, GPUs that another process uses, and other bits than by NCCL leave it to NCCL. So does a shape that a CUDA graph's
-capture meets first. On a shared GPU a barrier takes several of the driver's time slices, and a step minutes.
+With `device.peer_memory=auto` an exactness check at a group's first use decides: ranks on several hosts or without
+access to each other, GPUs that another process uses, and other bits than by NCCL leave it to NCCL. So does a shape
+that a CUDA graph's capture meets first. On a shared GPU a barrier takes several of the driver's time slices, and a
+step minutes.
 """
 
 import math
@@ -104,7 +105,7 @@ def _allocated(size: int, group: Any, device: torch.device) -> tuple[Tensor, Any
 
 
 class Peers:
-    """A group's ranks that can read each other's memory."""
+    """A group's ranks that can read symmetric memory."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -205,7 +206,7 @@ _choice: list[str] = ["never"]  # of this process, until a run chooses
 
 
 def peers_of(mesh: VirtualMesh, operand: Tensor, size: int) -> Peers | None:
-    """Return the group's ranks, if they are to read so many bytes of each other's memory.
+    """Return the group's ranks, if they are to read so many bytes of symmetric memory.
 
     The first call for a group is a collective. Raises RunError: device.peer_memory=always, and they cannot.
     """
@@ -230,7 +231,7 @@ def choose(choice: str) -> None:
 
 
 def _tried(group: Any, device: torch.device) -> Peers | None:
-    """Return the group's peers after a trial on which all ranks agree, and print its result."""
+    """Return the group's peers after an exactness check on which all ranks agree, and print its result."""
     problem, peers = _unsuitable(group, device), None
     if problem is None:
         try:

@@ -1,7 +1,7 @@
 """Tree sums across ranks: V partials, neighbours added level by level in fp32, one rounding at the root.
 
 A rank's shards are a subtree: it adds them, sends one node, and the receiver finishes the same tree. Collectives only
-move bytes; every addition is in kernels/. device.peer_memory has ranks of one host use each other's memory instead
+move bytes; every addition is in kernels/. device.peer_memory has ranks of one host use symmetric memory instead
 (numerics/sums/symmetric_memory.py), with the same bits.
 """
 
@@ -78,7 +78,7 @@ def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> 
 def begin_reduce_scatter(operand: Tensor, features: int, mesh: VirtualMesh) -> PeerSum | None:
     """Return a sum whose slices are sent one by one; None: only whole nodes can be sent.
 
-    operand: [tokens, …] of the product that the nodes, [tokens, features], come from.
+    operand: [tokens, …] of the GEMM that the nodes, [tokens, features], come from.
     """
     peers = peers_of(mesh, operand, operand.shape[0] // mesh.size * features * 4)
     return None if peers is None else peers.begin_sum((operand.shape[0], features))

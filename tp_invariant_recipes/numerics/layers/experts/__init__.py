@@ -1,1 +1,1 @@
-"""Experts: their placement, the exchange of tokens, their products in each precision."""
+"""Experts: their placement, the exchange of tokens, their GEMMs in each precision."""

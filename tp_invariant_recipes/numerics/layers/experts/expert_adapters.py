@@ -4,7 +4,7 @@ An expert's owner has its tokens from the whole micro-batch, as in numerics/laye
 expert is trained as the expert's own weight. One for all experts is a weight that every rank holds, as the router's;
 its gradient for a micro-batch is a sum over experts. With E experts and P, the largest power of two that divides E:
 
-    leaf         the product of an expert's tokens, all of one source
+    leaf         the GEMM of an expert's tokens, all of one source
     node         E/P experts, one after the other
     gradient     a tree over P nodes, in the order of the experts' numbers
 

@@ -1,6 +1,6 @@
-"""The experts: products of each expert's tokens with its weights. An expert's owner computes the same products, of the
-same shapes, in every layout (numerics/layers/experts/token_dispatcher.py), so any deterministic product gives the same
-bits. On a GPU they are defined products like all others, by kernels/gemm/grouped_gemm.py.
+"""The experts: GEMMs of each expert's tokens with its weights. An expert's owner computes the same GEMMs, of the
+same shapes, in every layout (numerics/layers/experts/token_dispatcher.py), so any deterministic GEMM gives the same
+bits. On a GPU they are defined GEMMs like all others, by kernels/gemm/grouped_gemm.py.
 
 An owner has the tokens of several context shards, and with ep > tp of several data-parallel ranks: its sources. It
 adds the weight gradients of those of an expert group one after the other (numerics/sums/expert_groups.py).
@@ -116,7 +116,7 @@ def expert_mlp(
     x: [r, h], in order of batches; probs: [r]. fc1: [f or 2f, h] per local expert; fc2: [h, f] per local expert.
     operands: what multiplies.
     biases: [f or 2f] and [h] per local expert; the second is added times the row's probability.
-    adapters: of fc1 and fc2: what is added to a product of these rows and batches.
+    adapters: of fc1 and fc2: what is added to a GEMM of these rows and batches.
     returns: [r, h].
     """
     if kind is None:

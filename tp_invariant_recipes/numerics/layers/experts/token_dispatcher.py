@@ -1,4 +1,5 @@
-"""Dispatch tokens to the experts' owners and back. The exchange only moves bytes; the only sums join a token's copies.
+"""Dispatch tokens to the experts' owners and back. The exchange only moves bytes; the only sums join a token's top-k
+assignments.
 
 On a rank, a copy of a token for an expert is a *slot*. Slots are sorted by owner, then expert, then token. An owner
 receives the slots of all ranks in rank order, which is the order of the sequence, and sorts them by expert. So in every
@@ -6,9 +7,9 @@ layout it has the same tokens of an expert, from the whole micro-batch, in the s
 
 A CUDA graph cannot wait for the numbers of slots: there each rank has as many for every other as any choice needs, and
 the last of them are empty. So are the last rows of an owner. An empty one has the numbers of some token, or none; no
-sum and no product reads it.
+sum and no GEMM reads it.
 
-The sums over a token's copies, forward and backward, are in the order of the experts' numbers.
+The sums over a token's top-k assignments, forward and backward, are in the order of the experts' numbers.
 """
 
 from collections.abc import Iterator, Sequence

@@ -4,7 +4,7 @@
     input gradient   dy (e5m2, or e4m3) @ weight
     weight gradient  dy^T @ x, over the tokens of a context shard
 
-Each shard of a summed dimension is a product by the definition of kernels/gemm/fp8_tiles.py, a multiple of 128
+Each shard of a summed dimension is a GEMM by the definition of kernels/gemm/fp8_tiles.py, a multiple of 128
 long, so accumulators are promoted at the same places for every t. Scales are those of a tensor,
 whoever holds its parts:
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mxfp8(Plain):
-    """products: of the rounded operands. gradients: their type. keeps: a backward pass will need the input."""
+    """GEMMs: of the rounded operands. gradients: their type. keeps: a backward pass will need the input."""
 
     gradients: torch.dtype = E5M2
     keeps: bool = True

@@ -1,20 +1,20 @@
 """Operands as they are, in bf16 or fp32. The other formats replace what they do otherwise.
 
-    format       an operand holds                    its products                     of a split sum travel
+    format       an operand holds                    its GEMMs                     of a split sum travel
     plain.py     the numbers                         the mode's                       nodes of the tree
     mxfp8.py     numbers rounded in blocks of 32     the mode's                       nodes of the tree
     fp8.py       codes and scales                    numerics/gemm/fp8.py         nodes of the tree
-    gathered.py  the numbers                         fixed tiles                      the operands
+    gathered.py  the numbers                         fixed-tile GEMMs                      the operands
 
-numerics/layers/linear.py and numerics/layers/experts/experts.py say which products a layer needs. A side is
+numerics/layers/linear.py and numerics/layers/experts/experts.py say which GEMMs a layer needs. A side is
 an operand of a sum over features (`rows`) or over tokens (`columns`).
 
 On a GPU the lowest levels of the tree cost little (numerics/gemm/contraction.py): one launch adds up to four
-products, or a product itself adds the product of a segment or of the right neighbour to the output, and rounds as a
+GEMMs, or a GEMM itself adds the GEMM of a segment or of the right neighbour to the output, and rounds as a
 separate addition would.
 
-Where a rank holds the tokens of several context shards (numerics/sums/data_shards.py), each is a product of its own:
-sums over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
+Where a rank holds the tokens of several context shards (numerics/sums/data_shards.py), each is a GEMM of its own:
+sums over tokens are trees over these shards, and on a CPU a GEMM's bits depend on the number of its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ LIBRARY = Gemms(gemm, cpu.partials)
 
 
 class Contraction(Protocol):
-    """A product whose summed dimension is divided among ranks, started."""
+    """A GEMM whose summed dimension is divided among ranks, started."""
 
     def finished(self, dtype: torch.dtype) -> Tensor:
         """[tokens/t, features] where the result is divided by tokens, else [tokens, features]."""
@@ -217,7 +217,7 @@ def start_contraction(
     """Start a @ b with the summed dimension divided among the ranks.
 
     a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k. by_slices: nothing else hides how long
-    nodes travel, so that each rank's slice is a product of its own; on a GPU rows do not depend on each other.
+    nodes travel, so that each rank's slice is a GEMM of its own; on a GPU rows do not depend on each other.
     """
     sizes = sizes_of(segments, a.shape[1])
     if not a.is_cuda:
@@ -262,7 +262,7 @@ GATHERED = Gathered(Gemms(_fixed_tiles, cpu.partials))
 
 @dataclass
 class _Whole:
-    """The operands of a product over sharded features, in communication: a slice of the features from every rank.
+    """The operands of a GEMM over sharded features, in communication: a slice of the features from every rank.
 
     tokens: [t, m, k/t], m tokens; weight: [t, n, k/t] of a forward pass, else [t, k/t, n], the ranks' weights.
     sizes:  of the segments of k/t.

@@ -6,7 +6,7 @@ slice of the sequence, so their weight gradients are sums over ranks. All heads 
 one, too. The up-projections are column-parallel layers like any other.
 
     sum                          tree over      each part
-    down-projection's gradient   V chunks       products of a chunk's tokens (partial_linear.py)
+    down-projection's gradient   V chunks       GEMMs of a chunk's tokens (partial_linear.py)
     rotary key's gradient        V shards       heads of a shard, one after the other in fp32 (spread_over_heads)
 
 Megatron-Core 0.19 cannot build the layer of its local parts: DotProductAttention takes no width of values. And where
@@ -104,7 +104,7 @@ class TrainedMLA(MLASelfAttention):
 
 
 class InvariantMLA(OnMesh, TrainedMLA):
-    """Latent attention with invariant parts, and an invariant gradient of the key that all heads share."""
+    """MLA with invariant parts, and an invariant gradient of the key that all heads share."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if problems := _beyond(config):
@@ -233,7 +233,7 @@ class MLADotProductAttention(DotProductAttention):
 
 
 class InvariantMLADotProductAttention(InvariantDotProductAttention, MLADotProductAttention):
-    """Latent attention's core on the heads of a virtual shard."""
+    """MLA's core on the heads of a virtual shard."""
 
 
 def mla_block_spec(config: Any, vp_stage: int | None = None) -> Any:

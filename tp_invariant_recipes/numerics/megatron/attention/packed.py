@@ -12,7 +12,7 @@ A row's padding, which has no token that counts, is not computed. Mamba layers b
 
 With ep > tp the experts exchange tokens of several rows, whose numbers of sequences differ. A rank with fewer takes
 part with idle passes, of a sequence that it has: they route no token, and their gradients are zeros. No token of theirs
-counts in multi-token prediction, whose losses no gradient of the output scales.
+counts in MTP, whose losses no gradient of the output scales.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ def _inputs(given: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def _uncounted(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a pass in which no token counts. In the model only multi-token prediction reads the mask."""
+    """Arguments of a pass in which no token counts. In the model only MTP reads the mask."""
     labels = given.get("labels")
     return given if labels is None else given | {"loss_mask": torch.zeros_like(labels)}
 
