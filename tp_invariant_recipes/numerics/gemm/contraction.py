@@ -9,6 +9,7 @@ All have the same bits, the first two by an exactness check. Its operands cancel
 TPI_CHECK_PRODUCTS=1 compares on those of the run, as for cuBLAS (numerics/gemm/cublas.py).
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -22,8 +23,6 @@ from tp_invariant_recipes.numerics.gemm.defined import by_fixed_tile_gemm
 from tp_invariant_recipes.numerics.gemm.operands import every_part
 from tp_invariant_recipes.numerics.sums.data_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-
-TRITON = ("3.6.",)  # versions whose Gluon, which Triton calls experimental, is known to compile the kernel
 
 # Multiplications of a sum that keeps a GPU busy for 0.1 ms, longer than the host needs for a launch through Triton. Of
 # smaller ones a launch costs more than it saves where the host is the limit, unless a CUDA graph makes it.
@@ -133,7 +132,7 @@ def in_one_launch(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.
     a, b:  as of `nodes`, or in FP8 as of numerics/gemm/fp8.py's.
     dtype: of a node that one launch makes; FP8 may have bf16.
     """
-    if not _compiles() or len({*segments}) > 1:
+    if not _imports() or len({*segments}) > 1:
         return None
     from tp_invariant_recipes.kernels.gemm import segmented_k_gemm as kernel
 
@@ -156,7 +155,17 @@ def _matches_definition(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> 
     """Whether the segmented-K GEMM may compute it. While a CUDA graph is captured: only a kind tried before."""
     library: Any = cublas if isinstance(a, Tensor) else fp8_cublas
     kind = (*library.kind(a, b, out, add), cut)
-    return cublas.tried(_restarting_is_exact, kind, out, lambda: library.agree(*_forms(cut), a, b, out, add))
+
+    def trial() -> bool:
+        from triton.errors import TritonError
+
+        try:
+            return library.agree(*_forms(cut), a, b, out, add)
+        except TritonError as error:
+            _say_off(f"does not compile its kernel: {str(error.__cause__ or error).splitlines()[-1]}")
+            return False
+
+    return cublas.tried(_restarting_is_exact, kind, out, trial)
 
 
 def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
@@ -184,8 +193,20 @@ def _forms(cut: Any) -> tuple[cublas.Product, cublas.Product]:
 
 
 @cache
-def _compiles() -> bool:
-    return (installed("triton") or "").startswith(TRITON)
+def _imports() -> bool:
+    """Whether Gluon, which is experimental, has what the kernel imports from it. A trial compiles the kernel."""
+    try:
+        from tp_invariant_recipes.kernels.gemm import segmented_k_gemm  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        _say_off(f"lacks what its kernel imports: {error}")
+        return False
+    return True
+
+
+@cache
+def _say_off(reason: str) -> None:
+    text = "the segmented-K GEMM is off, and fixed tiles compute the same bits more slowly: Triton %s %s"
+    logging.getLogger(__name__).warning(text, installed("triton"), reason)
 
 
 def _empty(count: int, a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,10 +5,12 @@ for it.
 """
 
 import itertools
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.errors import TritonError
 
 from tests.fp8_operands import operands as fp8_operands
 from tests.operands import same_bits
@@ -86,10 +88,11 @@ def kernel_stand_in(monkeypatch):
             launches.append((cut.shards, out.data_ptr(), add))
             compute(a, b, out, cut, add)
 
+        contraction._imports.cache_clear()
+        contraction._say_off.cache_clear()
         monkeypatch.setattr(contraction, "_restarting_is_exact", {})
         monkeypatch.setattr(contraction, "_batch_is_exact", {})
         monkeypatch.setattr(cublas, "launch_batch", exact_batch)
-        monkeypatch.setattr(contraction, "_compiles", lambda: True)
         monkeypatch.setattr(kernel, "suits", lambda a, b, cut: cut.pieces in kernel.PIECES)
         monkeypatch.setattr(kernel, "segmented_k_gemm", launch)
         return launches
@@ -113,6 +116,32 @@ def test_several_at_once_have_the_bits_of_one_by_one(kernel_stand_in, shards, se
     assert same_bits(folded_nodes(nodes), folded_nodes(separate))
     exact = a.double() @ b.double()
     torch.testing.assert_close(folded_nodes(nodes).double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_triton_that_does_not_compile_the_kernel_turns_it_off_and_says_so(kernel_stand_in, caplog):
+    def removed(*_):
+        raise TritonError("at 28:4:") from RuntimeError("async_copy_shared_to_global has been removed")
+
+    launches = kernel_stand_in(removed)
+    a, b, sizes = segmented_operands(2, 1)
+    mesh = VirtualMesh(2, 1, 0, graphs=True)
+    for _ in range(2):
+        nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
+    assert same_bits(folded_nodes(nodes), folded_nodes(contraction._looped(a, b, mesh, sizes, exact_product)))
+    assert len(launches) == 1
+    (message,) = caplog.messages
+    assert "segmented-K GEMM is off" in message
+    assert message.endswith("async_copy_shared_to_global has been removed")
+
+
+def test_a_triton_without_what_the_kernel_imports_turns_it_off(kernel_stand_in, caplog, monkeypatch):
+    kernel_stand_in(kernel.in_order)
+    monkeypatch.setitem(sys.modules, kernel.__name__, None)
+    monkeypatch.delattr(sys.modules["tp_invariant_recipes.kernels.gemm"], "segmented_k_gemm")
+    a, b, _ = segmented_operands(2, 1)
+    assert contraction.in_one_launch(a, b, 2, (32,)) is None
+    assert "lacks what its kernel imports" in caplog.text
+    contraction._imports.cache_clear()
 
 
 def test_a_cut_is_walked_in_the_order_of_the_tree():
