@@ -4,16 +4,25 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine import processor as host
-from tp_invariant_recipes.settings import expert_groups, muon
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.sizing import activations, memory
-from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
+from tp_invariant_recipes.sizing import memory
+from tp_invariant_recipes.sizing.memory import GIB, MIB, Estimate
 from tp_invariant_recipes.text import plural
 
 # A run is refused only if it needs more even where all that the estimate does not count exactly is this part too high.
 # It is on the safe side: docs/memory.md says how far above measured peaks.
 ERROR = 0.3
 NEAR = 0.95  # a run that needs more of the memory than this starts with a warning
+
+
+# What lowers the estimate (docs/memory.md). Ranks on CPUs share the memory of their node.
+_TOKENS = (
+    "lower mbs= or seq=, model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+)
+LOWER = {
+    "gpu": f"raise tp= or pp=, of experts ep=, dp= with optimizer.use_distributed_optimizer=true, {_TOKENS}",
+    "cpu": f"a smaller model (tpi models), {_TOKENS}",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ def problems(config: RunConfig, *, here: bool) -> list[str]:
     lines = [
         f"this run needs {_need_and_room(need, there)}:",
         *(f"    {line}" for line in table(need)),
-        f"    lower it: {', '.join(_ways(config, need))}; device.check_memory=false starts it anyway",
+        f"    lower it: {LOWER[config.device.kind]}; device.check_memory=false starts it anyway",
     ]
     return ["\n".join(lines)]
 
@@ -61,7 +70,7 @@ def warning(config: RunConfig, *, here: bool) -> str | None:
     need = memory.estimate(config)
     if (need.node if there.whole else need.rank) <= NEAR * there.size or _too_large(need, there):
         return None
-    return f"memory is tight: this run needs {_need_and_room(need, there)}; lower it: {', '.join(_ways(config, need))}"
+    return f"memory is tight: this run needs {_need_and_room(need, there)}; lower it: {LOWER[config.device.kind]}"
 
 
 def tight(config: RunConfig, *, here: bool) -> str | None:
@@ -111,35 +120,6 @@ def as_dict(need: Estimate) -> dict[str, object]:
         "node": need.node,
         "not_followed": {key: list(parts) for key, parts in need.unfollowed.items()},
     }
-
-
-def _ways(config: RunConfig, need: Estimate) -> list[str]:
-    """Return overrides that lower the estimate, the larger parts' first."""
-    at, model = config.layout, config.model
-    tokens = need.parts[ACTIVATIONS] + need.parts[LOSS]
-    of_tokens = ["lower seq=" if activations.sequences(config) == 1 else "lower mbs= or seq="]
-    if model.get("recompute_granularity") != "full":
-        of_tokens.append("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1")
-    if config.device.kind == "cpu":
-        of_states = ["a smaller model (tpi models)"]  # ranks of a node share its memory
-    else:
-        of_states = ["raise tp= or pp="]
-        if config.shape.experts:
-            of_states[0] += " or ep="
-        optimizer = config.section("optimizer")
-        if not (optimizer.get("use_distributed_optimizer") or muon.is_layer_wise(optimizer)):
-            spreading = muon.LAYER_WISE if muon.computes(optimizer) else "use_distributed_optimizer"
-            of_states.append(f"optimizer.{spreading}=true with dp=")
-        elif at.dp == 1:
-            of_states.append("raise dp= (its ranks share the optimizer's state)")
-    if (config.numerics.data_shards or 1) > at.dp:
-        of_states.append(f"raise dp= towards numerics.data_shards={config.numerics.data_shards}")
-    least = expert_groups.groups_of_run(config)
-    if least is not None and least != config.numerics.expert_groups:
-        of_states.append(f"numerics.expert_groups={least}")
-    if (config.numerics.context_shards or 1) > at.cp:
-        of_states.append(f"raise cp= towards numerics.context_shards={config.numerics.context_shards}")
-    return [*of_tokens, *of_states] if tokens > need.rank / 2 else [*of_states, *of_tokens]
 
 
 def _aligned(size: int) -> str:
