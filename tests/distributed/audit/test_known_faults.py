@@ -27,11 +27,7 @@ ROWS = (
     ),
     ("biases of experts", f"{EXPERTS} model.add_bias_linear=true", EXPERTS),
     ("MTP over cp", "qwen3_toy cp=2 model.mtp_num_layers=1", "qwen3_toy model.mtp_num_layers=1"),
-    (
-        "mask of MTP",
-        "qwen3_toy model.mtp_num_layers=1 dataset.eod_mask_loss=true",
-        "qwen3_toy model.mtp_num_layers=1",
-    ),
+    ("mask of MTP", "qwen3_toy model.mtp_num_layers=1 dataset.eod_mask_loss=true", "qwen3_toy model.mtp_num_layers=1"),
     (
         "masked losses over cp",
         "qwen3_toy cp=2 dataset.eod_mask_loss=true",
