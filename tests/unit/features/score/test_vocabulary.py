@@ -66,14 +66,6 @@ def test_equal_infinities_are_equal_and_others_are_far(tmp_path, table):
     assert vocabulary.compare(actual, written(tmp_path / "b.jsonl", other))["largest"] == np.inf
 
 
-def test_the_last_tokens_of_a_sequence_are_compared(tmp_path, table):
-    actual = written(tmp_path / "a.jsonl", table)
-    expected = written(tmp_path / "b.jsonl", table[[2, 6, 7]], {"a": 1, "b": 2})
-    assert vocabulary.compare(actual, expected) == {
-        "tokens": 3, "differing_tokens": 0, "entries": 30, "differing": 0, "largest": 0.0
-    }  # fmt: skip
-
-
 def test_a_file_that_does_not_fit_is_refused(tmp_path, table, monkeypatch):
     actual = written(tmp_path / "a.jsonl", table)
     with pytest.raises(ConfigError, match="must have float32"):
