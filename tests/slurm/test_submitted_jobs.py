@@ -81,7 +81,7 @@ def test_a_run_that_is_requeued_and_loses_a_node_has_the_ledger_of_one_that_is_n
     assert all(a["from_step"] > 0 and a["from_step"] % 10 == 0 for a in attempts(run)[2:])
     assert follower.wait() == 0
     for number in range(1, 4):
-        assert f"job {job}, try {number}, on n[1" in follower.stdout
+        assert f"job {job}, start {number}, on n[1" in follower.stdout
     assert "step   100/100" in follower.stdout
     listed = json.loads(tpi("jobs", "run", "--json").stdout)
     assert "completed" in json.dumps(listed).lower()

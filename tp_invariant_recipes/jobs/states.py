@@ -73,9 +73,9 @@ class JobState:
 
     @property
     def text(self) -> str:
-        """The state in a few words, such as "running try 2" or "pending (Resources)"."""
+        """The state in a few words, such as "running start 2" or "pending (Resources)"."""
         reason = f" ({self.reason})" if self.reason else ""
-        return f"{self.spelt}{reason}" + (f" try {self.tries}" if self.alive and self.tries > 1 else "")
+        return f"{self.spelt}{reason}" + (f" start {self.tries}" if self.alive and self.tries > 1 else "")
 
     def __str__(self) -> str:
         """12 qwen3_8b-tp4: running."""

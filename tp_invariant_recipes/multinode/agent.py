@@ -172,7 +172,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         retry = number < task.tries and not rendezvous.stop.requests
         retry &= _excluded(planned, cause) or not cause.user_error
         more = "it is queued again" if retry else "no more"
-        return Over(None, retry, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
+        return Over(None, retry, f"{cause}\n(start {number} of {task.tries} from step {planned.start}; {more})")
     return Over("completed") if outcome is Outcome.COMPLETED else Over("stopped", rendezvous.stop.resumable)
 
 

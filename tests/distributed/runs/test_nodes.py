@@ -125,13 +125,13 @@ def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_i
     assert first == {0: 2, 1: 2}
     assert "rank 3 failed: ValueError: planted" in message
     assert "(on n1)" in message
-    assert "(try 1 of 2 from step 0; it is queued again)" in message
+    assert "(start 1 of 2 from step 0; it is queued again)" in message
     assert nodes.word("run") == "requeue\n"
     # The checkpoint of step 2 is progress, so the next tries are counted anew.
     _, message = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)
-    assert "(try 1 of 2 from step 2; it is queued again)" in message
+    assert "(start 1 of 2 from step 2; it is queued again)" in message
     _, message = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)
-    assert "(try 2 of 2 from step 2; no more)" in message
+    assert "(start 2 of 2 from step 2; no more)" in message
     assert nodes.word("run") == "failed\n"
     assert [a["from_step"] for a in nodes.attempts("run")] == [0, 2, 2]
     assert "planted" in nodes.attempts("run")[-1]["why"]
@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_on_another_node_is_named_and_the_job_is_requeued(node
     assert "error: rank 1 hangs: it has not ended step 4 for " in message
     assert "rank 1 (on n1) in step 4, at tests/distributed/faults.py" in message
     assert re.search(r"rank 0 in step 4, waiting for \w+ called at ", message)
-    assert "(try 1 of 2 from step 0; it is queued again)" in message
+    assert "(start 1 of 2 from step 0; it is queued again)" in message
     assert nodes.word("run") == "requeue\n"
 
 

@@ -21,7 +21,7 @@ def test_the_table_of_a_verify(cli, slurm, submitted):
     assert lines[0] == "job run state step loss time left"
     assert lines[1:] == [
         "12_0 v/tp1 completed 20 of 20 3.0000",
-        "12_1 v/tp2 running try 3 7 of 20 4.3000 1-02:03:04",
+        "12_1 v/tp2 running start 3 7 of 20 4.3000 1-02:03:04",
         "13 v (judge) pending (Dependency)",
     ]
 

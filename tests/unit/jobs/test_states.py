@@ -16,7 +16,7 @@ DONE, STOPPED = {"outcome": "completed"}, {"outcome": "stopped"}
 STATES = {
     "pending": (row("12", "PENDING", "Resources"), None, None, ("PENDING (Resources)", None, None)),
     "running": (row("12", "RUNNING"), {}, None, ("RUNNING", None, None)),
-    "running again": (row("12", "RUNNING"), SECOND, None, ("RUNNING try 2", None, None)),
+    "running again": (row("12", "RUNNING"), SECOND, None, ("RUNNING start 2", None, None)),
     "queued again": (row("12", "PENDING", "BeginTime"), AGAIN, None, ("PENDING (BeginTime)", None, None)),
     "completing": (row("12", "COMPLETING"), DONE, None, ("COMPLETING", None, None)),
     "over, remembered": (row("12", "COMPLETED"), DONE, None, ("COMPLETED", 0, None)),
@@ -49,7 +49,7 @@ def test_the_state_of_a_job(cli, slurm, submitted, queued, attempt, accounts, ex
     (result,) = json.loads(ended.out)["jobs"]
     text, status, note = expected
     reason = f" ({result['reason']})" if result["reason"] else ""
-    repeated = f" try {result['tries']}" if result["tries"] > 1 else ""
+    repeated = f" start {result['tries']}" if result["tries"] > 1 else ""
     assert (result["state"] + reason + repeated, result["exit_status"]) == (text, status)
     assert result["alive"] is (status is None)
     assert note in result["note"] if note else result["note"] is None

@@ -24,7 +24,7 @@ def test_wait_goes_on_over_a_requeue_and_says_what_changes(cli, slurm, submitted
         "12 a: running on n1",
         "12 a: completing",
         "12 a: pending (BeginTime)",
-        "12 a: running try 2 on n1",
+        "12 a: running start 2 on n1",
     ]
 
 

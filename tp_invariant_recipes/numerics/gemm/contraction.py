@@ -43,7 +43,7 @@ def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, gemm: Cal
 
     a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
     segments: the size of each.
-    product:  as `numerics.gemm.gemm.product`.
+    gemm:     as `numerics.gemm.gemm.gemm`.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
               order, where a shard's term is the sum over segments, in order.
     raises RunError: TPI_CHECK_PRODUCTS=1, and the segmented-K GEMM is not bitwise identical.

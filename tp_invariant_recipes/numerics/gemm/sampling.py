@@ -161,7 +161,7 @@ def begin(a: Tensor, b: Tensor, out: Tensor, add: bool, segments: Sequence[int] 
 
 
 def begin_group(sizes: Sequence[int], gemm: Callable[[int, slice], tuple[Tensor, Tensor, Tensor]]) -> _Started | None:
-    """One of several GEMMs in a launch, if the launch is chosen. sizes: rows of each; product: a, b and out of one.
+    """One of several GEMMs in a launch, if the launch is chosen. sizes: rows of each; gemm: a, b and out of one.
 
     Operands without rows have no product.
     """

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 class Gemms:
     """Multiply matrices.
 
-    product: as `numerics.gemm.gemm.product`. partials, on CPUs alone: as `numerics.gemm.cpu.partials`.
+    gemm: as `numerics.gemm.gemm.gemm`. partials, on CPUs alone: as `numerics.gemm.cpu.partials`.
     """
 
     gemm: Callable[..., Tensor]
