@@ -326,8 +326,8 @@ def norms():
 def test_all_ranks_of_all_sizes_have_one_norm(norms, size):
     whole = exact_grad_norm(gradients())
     for rank in norms[size]:
-        norms = {what: values for what, values in rank.items() if what not in ("of floats", "of the first rank")}
-        assert norms == {what: [whole] * len(values) for what, values in norms.items()}
+        exact_ones = {what: values for what, values in rank.items() if what not in ("of floats", "of the first rank")}
+        assert exact_ones == {what: [whole] * len(values) for what, values in exact_ones.items()}
 
 
 def test_a_sum_of_floats_has_several(norms):

@@ -22,6 +22,7 @@ from tp_invariant_recipes.numerics.layers.experts.expert_placement import Expert
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8, Mxfp8
 from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, PLAIN
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 DEGREES = st.sampled_from((1, 2, 4, 8))
@@ -149,3 +150,17 @@ def test_biases_too():
     in_order, by_source = (sum(separate[n] for n in order) for order in (chain, range(4)))
     assert same_bits(bias.grad, in_order)
     assert not same_bits(bias.grad, by_source)
+
+
+def test_a_gate_of_shared_experts_has_the_gradients_of_autograd():
+    draw = torch.Generator().manual_seed(0)
+    out, x, weight = leaves = [torch.randn(shape, generator=draw) for shape in ((8, 2, 16), (8, 2, 16), (1, 16))]
+    dy = torch.randn(8, 2, 16, generator=draw)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    results, expected = (
+        torch.autograd.grad(y, leaves, dy)
+        for y in (experts.token_gate(out, x, weight, VirtualMesh(2, 1, 0)), out * (x @ weight.t()).sigmoid())
+    )
+    for first, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(first, other)
