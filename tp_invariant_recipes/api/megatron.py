@@ -112,6 +112,11 @@ def _rank(config: RunConfig) -> Iterator[None]:
     import torch
 
     variables = environment.of_run(config)
+    late = [f"{name}={value}" for name, value in variables.items() if os.environ.get(name) != value]
+    if config.device.kind == "gpu" and late and torch.cuda.is_initialized():
+        raise ConfigError(
+            f"{', '.join(late)}: CUDA has started without; set them in the shell, or train before it starts"
+        )
     if "RANK" not in os.environ:
         store = local.store()
         variables |= rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,)).environment()

@@ -12,6 +12,7 @@ import tp_invariant_recipes as tpi
 from tests import ledgers
 from tests.distributed.ranks import on_ranks
 from tp_invariant_recipes.api import megatron
+from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.settings import conf_files
@@ -107,6 +108,13 @@ def test_another_program_s_container_and_another_number_of_ranks_are_refused():
     delattr(config, megatron.MADE)
     with pytest.raises(tpi.TpiError, match=r"takes what tpi\.recipe returns"):
         tpi.pretrain(config)
+
+
+def test_variables_that_cuda_has_started_without_are_refused(monkeypatch):
+    config = compose("qwen3_toy", device="gpu").config
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(tpi.TpiError, match=r"CUBLAS_WORKSPACE_CONFIG=:4096:8.*: CUDA has started without"):
+        megatron._rank(config).__enter__()
 
 
 def _bridges(mesh, folder, numerics, callback):
