@@ -412,7 +412,10 @@ def audit(
         planned = plan(model, words, directory=where, how=how)
     with busy(console, "importing Megatron-Bridge and checking the configurations"):
         check(planned)
-    terminal.print_line(console, planned.announcement)
+    sizes = (planned.disk, planned.host) if resume_at is None else ()
+    told = ": about {} of recordings; they take {} of host memory" if sizes else ""
+    told = told.format(*(f"{size / 2**30:.2g} GiB" for size in sizes))
+    terminal.print_line(console, f"audit directory {planned.directory.path}{told}")
     watch = headed(
         console, lambda name, run: Text(name, style="bold") + Text(f", {plural(run.steps - run.start, 'step')}")
     )

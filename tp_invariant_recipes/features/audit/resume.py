@@ -61,11 +61,6 @@ class ResumeAudit:
         """The steps after the resume."""
         return range(self.at + 1, self.first.steps + 1)
 
-    @property
-    def announcement(self) -> str:
-        """What a user reads before the audit starts."""
-        return f"audit directory {self.directory.path}"
-
 
 def new(
     model: str, overrides: Sequence[str], at: int, *, directory: Path | None = None, how: Planning = TO_TRAIN
@@ -87,7 +82,7 @@ def new(
     if first.steps <= at:
         every = composed.config.train["exit_interval"]
         raise ConfigError(f"train.exit_interval={every} ends the training at step {first.steps}; leave it out")
-    load = {"load": str(first.run_dir.checkpoints), "ckpt_step": at, "save": None}
+    load = {"load": str(first.run_dir.checkpoints), "ckpt_step": at, "save": None, "async_save": False}
     resumed = replace(resumed, config=resumed.config.with_fields("checkpoint", **load), start=at)
     return ResumeAudit(where, at, first, resumed, repeated)
 
@@ -132,7 +127,9 @@ def execute(
         lost = [state for state in lost if state.kind != GRAPHS]
         apart = None
         if changed and not (lost and audit.first.config.numerics.mode != mode.STOCK):
-            apart = _repeated(audit, (first, _train(audit, REPEATED, audit.repeated, watch)))
+            repeated = _train(audit, REPEATED, audit.repeated, watch)
+            states, steps = _compared(audit, (first, repeated), range(1, audit.first.steps + 1))
+            apart = next((str(one) for one in (*steps, *states)), None)
         facts: dict[str, Any] = {"seconds": round(time.monotonic() - begun, 1)}
         facts |= {"graphs": (captured.was, captured.now)} if captured else {}
         facts |= {"card": str(audit.directory.card)} if card else {}
@@ -179,12 +176,6 @@ def _compared(
     records = [run.read_states(audit.first.layout.world) for run in trainings]
     changed = changed_steps(steps or audit.steps, (_lines(trainings[0]), _lines(trainings[1])), records)
     return lost_states(*records), changed
-
-
-def _repeated(audit: ResumeAudit, trainings: Trainings) -> str | None:
-    """Return what differs first in a repetition of the same training; None: nothing does."""
-    lost, changed = _compared(audit, trainings, range(1, audit.first.steps + 1))
-    return str(next(iter([*changed, *lost]), "")) or None
 
 
 def _result(

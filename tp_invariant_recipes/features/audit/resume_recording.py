@@ -187,8 +187,9 @@ def described(value: Any) -> State:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    """Return a tensor's bytes; of a quantized one, those of all its tensors."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    held = [] if plain else [value for value in vars(tensor).values() if isinstance(value, Tensor)]
-    whole = [part.detach().contiguous().view(-1).view(torch.uint8).cpu() for part in held or [tensor]]
-    return b"".join(part.numpy().tobytes() for part in whole)
+    """Return a tensor's bytes; of a quantized one those of its values, since it may hold its transpose, too."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if type(tensor).__module__.startswith("transformer_engine"):
+        tensor = tensor.dequantize()
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()

@@ -105,12 +105,6 @@ class Audit:
         """Bytes of host memory of all ranks, beside what a training needs: a step's tensors, and the file of them."""
         return 2 * max(self.recordings) // len(self.steps)
 
-    @property
-    def announcement(self) -> str:
-        """What a user reads before the audit starts."""
-        disk, host = (f"{size / GIB:.2g} GiB" for size in (self.disk, self.host))
-        return f"audit directory {self.directory.path}: about {disk} of recordings; they take {host} of host memory"
-
 
 def new(
     model: str,
