@@ -23,9 +23,9 @@ TASK = """
 
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
-    from tp_invariant_recipes.recipes import recipe
+    from tp_invariant_recipes import recipe
 
-    pretrain(recipe("qwen3_toy", sys.argv[1], "seq=64", "iters=2", device="cpu"), forward_step)
+    pretrain(recipe("qwen3_toy", sys.argv[1], "numerics=deterministic", seq=64, iters=2, device="cpu"), forward_step)
 """
 
 
