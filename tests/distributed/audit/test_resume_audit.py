@@ -5,6 +5,8 @@ import json
 import pytest
 import yaml
 
+from tp_invariant_recipes.features.audit.audit_run import audited
+
 DENSE = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "device=cpu")
 EXPERTS = (
     *("qwen3_moe_toy", "seq=32", "gbs=2", "device=cpu", "model.moe_router_score_function=sigmoid"),
@@ -118,6 +120,17 @@ def test_a_lost_state_and_what_it_changes(shared, words, plant, says):
 @pytest.mark.parametrize("words", ((*DENSE, *ASYNC), EXPERTS, MAMBA, (*DENSE, "numerics=stock")), ids=str)
 def test_the_installed_bridge_resumes_whole(shared, words):
     shared("audit", *words, "--resume-at", "2", "--dir", f"whole-{abs(hash(words))}", status=0)
+
+
+@pytest.mark.release
+def test_a_campaign_audits_resumes(bridge, tmp_path):
+    [*words] = [word for word in EXPERTS[1:] if word != "device=cpu"]
+    run, references = audited("qwen3_moe_toy", words, ("dp=2",), tmp_path / "1", {}, at=2)
+    assert (run.verdict, run.first, run.settings, references) == ("whole", None, ("dp=2",), {})
+    run, _ = audited("qwen3_moe_toy", [*words, "patches.off=[bridge-resume-rng]"], (), tmp_path / "2", {}, at=2)
+    assert (run.verdict, run.first, run.covers) == ("differs", "rng torch", False)
+    assert "Megatron-Bridge #5257" in run.known
+    assert audited("qwen3_moe_toy", [*words, "iters=2"], (), tmp_path / "3", {}, at=2) == (None, {})
 
 
 @pytest.mark.release

@@ -84,6 +84,7 @@ def test_bench(recipe, shared):
 def test_audit(recipe, shared):
     weights = "numerics.initial_weights=invariant"
     shared("audit", "recipe=mine.py:small", weights, "--against", "tp=2", "--dir", "audit", status=0)
+    shared("audit", "recipe=mine.py:small", "--resume-at", "2", "--dir", "resume", status=0)
 
 
 @pytest.mark.release

@@ -140,12 +140,9 @@ def audited(
     facts = dict[str, Any](first=None)
     try:
         with redirect_stdout(StringIO()):
-            if at is None:
-                planned = workflow.new(model, words, directory=where)
-                workflow.check(planned)
-            else:
-                resumed = resume.new(model, words, at, directory=where)
-                resume.check(resumed)
+            judge: Any = workflow if at is None else resume
+            planned = judge.new(model, words, **({} if at is None else {"at": at}), directory=where)
+            judge.check(planned)
     except ConfigError:
         return None, trained
     try:
@@ -163,7 +160,7 @@ def audited(
                     "ranks": f"{', '.join(map(str, first.ranks))} of {first.all_ranks}",
                 }
         else:
-            judged = resume.execute(resumed, watch, keep=True, page=False)
+            judged = resume.execute(planned, watch, keep=True, page=False)
             verdict, text = judged.verdict, judged.words.partition(": ")[2]
             facts["known"] = judged.known
             facts["first"] = next((f"{state.kind} {state.name}" for state in judged.lost), None)
