@@ -42,8 +42,8 @@ FOREIGN = {
     "--backend-store-uri",
     # of scripts/bootstrap, torchrun, run_recipe.py, pre-commit, pytest, uv, pip and tensorboard
     "--collect-only", "--continue", "--gpu", "--hook-type", "--hypothesis-profile", "--logdir", "--no-deps",
-    "--nproc-per-node", "--nproc_per_node", "--stock", "--only-downloads", "--plan", "--python-platform", "--recipe",
-    "--require-hashes", "--show-urls",
+    "--newest", "--nproc-per-node", "--nproc_per_node", "--stock", "--only-downloads", "--plan", "--python-platform",
+    "--recipe", "--require-hashes", "--show-urls",
     "--wheel-dir",
 }  # fmt: skip
 
