@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,10 @@ def test_variables_that_cuda_has_started_without_are_refused(monkeypatch):
         megatron._rank(config).__enter__()
 
 
-def _bridges(mesh, folder, numerics, callback):
-    """A Bridge program of one's own: losses and gradient norms. callback: whether it writes a ledger, too."""
+def _bridges(mesh, folder, numerics, callback, patched=False):
+    """A Bridge program of one's own: losses and gradient norms. callback: whether it writes a ledger, too. patched:
+    whether it is in patch mode.
+    """
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
@@ -133,8 +136,9 @@ def _bridges(mesh, folder, numerics, callback):
 
     os.environ |= {"RANK": str(mesh.rank), "WORLD_SIZE": str(mesh.size)}
     seen, path = Seen(), folder / f"{numerics}-{mesh.size}"
-    with cpu.installed(), registry.applied():
-        config = tpi.recipe("qwen3_toy", TOY, tp=mesh.size, numerics=numerics)
+    with cpu.installed(), registry.applied(), tpi.invariant() if patched else nullcontext():
+        weights = {"numerics.initial_weights": "invariant"}
+        config = tpi.recipe("qwen3_toy", TOY, weights, tp=mesh.size, numerics=numerics)
         pretrain(config, forward_step, callbacks=[seen, *([tpi.LedgerCallback(path)] if callback else [])])
     return seen.steps
 
@@ -155,6 +159,15 @@ def test_a_ledger_of_ones_own_bridge_program(tmp_path):
     assert ledger[1].moments
     on_ranks(2, 8, _bridges, tmp_path, "deterministic", True)
     assert tpi.compare(tmp_path / "deterministic-1", tmp_path / "deterministic-2").exit_status == 1
+
+
+@pytest.mark.release
+def test_patch_mode_makes_bridges_own_program_invariant(tmp_path):
+    """The control is above: without, the losses differ."""
+    for ranks in (1, 2):
+        on_ranks(ranks, 8, _bridges, tmp_path, "deterministic", True, True)
+    assert tpi.compare(tmp_path / "deterministic-1", tmp_path / "deterministic-2").identical
+    assert tpi.Ledger.open(tmp_path / "deterministic-2").numerics == {"mode": "tree", "virtual_shards": 8}
 
 
 @pytest.mark.release
