@@ -40,11 +40,7 @@ def audit(
     exitfirst: Annotated[bool, flag("With --all: stop at the first new fault.", "--exitfirst", "-x")] = False,
     resume_at: Annotated[
         int | None,
-        option(
-            "K",
-            "Save at step K, resume in a second process, and compare each state and each later step bit for bit.",
-            "--resume-at",
-        ),
+        option("K", "Audit a resume at step K: compare each state and step bit for bit.", "--resume-at"),
     ] = None,
     card: Annotated[
         bool, flag("With --resume-at: write checkpoint_resume of a Megatron-Bridge verification card.", "--card")

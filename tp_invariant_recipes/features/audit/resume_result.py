@@ -129,21 +129,17 @@ class ResumeResult(Result):
 
     def card_item(self, device: str, precision: str, losses: Mapping[int, float]) -> dict[str, Any]:
         """Return `checkpoint_resume` as a verification card of Megatron-Bridge has it, with no tolerance."""
-        steps = [self.at + 1, self.last]
+        steps, whole = [self.at + 1, self.last], self.verdict == WHOLE
+        tolerances = {"loss_relative_tolerance": 0.0, "loss_absolute_tolerance": 0.0}
+        compared = {"reference_item": "pretrain", "sentinel_steps": sorted({*steps}), **tolerances}
         fields = {
-            "status": "verified" if self.verdict == WHOLE else "unverified",
+            "status": "verified" if whole else "unverified",
             "precision": precision,
             "depends_on": "pretrain",
             "command": self.facts["command"],
-            "last_verified": self.facts["time"][:10] if self.verdict == WHOLE else None,
+            "last_verified": self.facts["time"][:10] if whole else None,
             "metrics": {"initial_loss": losses.get(steps[0]), "final_loss": losses.get(steps[1])},
-            "resume_comparison": {
-                "reference_item": "pretrain",
-                "sentinel_steps": sorted({*steps}),
-                "loss_relative_tolerance": 0.0,
-                "loss_absolute_tolerance": 0.0,
-                "sentinels_match": self.verdict == WHOLE,
-            },
+            "resume_comparison": compared | {"sentinels_match": whole},
             "expected_result": self.words,
         }
         return {"checkpoint_resume": {device: fields}}
