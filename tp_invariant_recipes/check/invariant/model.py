@@ -33,7 +33,7 @@ from tp_invariant_recipes.settings.delta_net import (
 )
 from tp_invariant_recipes.settings.run_config import RunConfig
 
-# The limits of invariant multi-latent attention (megatron/attention/latent_attention.py), for models that have it.
+# The limits of invariant multi-latent attention (megatron/attention/mla.py), for models that have it.
 
 LATENT_FIELD = "multi_latent_attention"
 

@@ -54,7 +54,7 @@ SUBSTITUTES = {
     "TEGroupedMLP": "numerics.megatron.te_wrappers:InvariantTEGroupedMLP",
     "DotProductAttention": "numerics.megatron.local:InvariantDotProductAttention",
     "TEDotProductAttention": "numerics.megatron.te_wrappers:InvariantTEDotProductAttention",
-    "LatentAttention": "numerics.megatron.attention.mla:InvariantMLA",
+    "TrainedMLA": "numerics.megatron.attention.mla:InvariantMLA",
     "MLADotProductAttention": "numerics.megatron.attention.mla:InvariantMLADotProductAttention",
     "DuplicatedLinear": "numerics.megatron.attention.mla:InvariantDuplicatedLinear",
     "TELinear": "numerics.megatron.te_wrappers:InvariantTEDuplicatedLinear",

@@ -11,7 +11,7 @@ one, too. The up-projections are column-parallel layers like any other.
 
 Megatron-Core 0.19 cannot build the layer of its local parts: DotProductAttention takes no width of values. And where
 q_lora_rank is not set, it builds a norm before linear_q_proj that no published model has (Megatron-Bridge issue 5261).
-So `LatentAttention` builds the layer as its specification says.
+So `TrainedMLA` builds the layer as its specification says.
 """
 
 from collections.abc import Callable
@@ -240,7 +240,7 @@ def mla_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's block of dense layers and layers of experts (`model.moe_layer_freq`). For
     `model.transformer_layer_spec`.
 
-    Its attention is in megatron/attention/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's
+    Its attention is in megatron/attention/mla.py, of Transformer Engine's layers or of Megatron-Core's
     local ones.
     """
     block = spec.block_of_both(config, vp_stage)
