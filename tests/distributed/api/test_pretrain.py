@@ -198,7 +198,7 @@ def test_a_users_program_runs_with_every_name(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "True False 1 FirstDifference(step=1" in done.stdout
     assert "0 ['reference', 'identical']" in done.stdout
-    assert done.stdout.rstrip().endswith("did you mean 'tp'?")
+    assert done.stdout.endswith("did you mean 'tp'?\niters=few: training steps: expected int, such as 4\n")
 
 
 @pytest.mark.release
