@@ -1,6 +1,5 @@
 """`tpi audit` on a GPU: replayed graphs, FP8 and Transformer Engine's layers are within rounding."""
 
-import importlib.util
 import json
 
 import pytest
@@ -46,20 +45,12 @@ def test_another_model_is_beyond_rounding(tmp_path):
     assert result["first"]["module"] == "rotary_pos_emb"
 
 
-needs_fusion = pytest.mark.skipif(
-    importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None,
-    reason="Megatron-Core adds weight gradients in place with Apex's fused_weight_gradient_mlp_cuda only",
-)
-
-
-@needs_fusion
 def test_experts_of_nemotron_keep_their_gradients_in_fp8(tmp_path):
     status, result, message = audit(tmp_path, *NEMOTRON)
     assert status == 0, f"{message}\n{result.get('text')}"
     assert any(".experts." in tensor["name"] for tensor in result["tensors"])
 
 
-@needs_fusion
 @pytest.mark.skipif(
     te_grouped.PATCH.verdict().state != "applies", reason="this Transformer Engine does without the fix"
 )
