@@ -157,7 +157,7 @@ def known() -> frozenset[tuple[str, str]]:
     trees = [compose(model, device="gpu").config.sections for model in MODELS]
     trees.append(compose("qwen3_toy", parse_all(["peft=lora", "weights=folder"]), device="gpu").config.sections)
     for tree in trees:
-        for section in schema.BRIDGE_SECTIONS.keys() & tree.keys():
+        for section in schema.BRIDGE_SECTIONS.keys() - ({"model", "dataset"} - tree.keys()):
             results |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
     results |= {("dataset", name) for name in schema.fields(schema.bridge_class(schema.SFT_DATASET))}
     return frozenset(results)

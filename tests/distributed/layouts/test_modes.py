@@ -20,23 +20,24 @@ SEGMENTS = 2
 
 
 def test_every_mode_is_a_value_of_its_key():
-    assert {mode.STOCK, *mode.MODES} == {*get_args(get_type_hints(NumericsSettings)["mode"])}
+    assert {*mode.NAMES} == {*get_args(get_type_hints(NumericsSettings)["mode"])}
     assert [item.name for item in mode.every()] == [*mode.MODES]
-    assert mode.find(mode.STOCK) is None
-    assert not NumericsSettings(mode.STOCK).covers(mode.EXPERTS)
+    for name in mode.MEGATRONS:
+        assert mode.find(name) is None
+        assert not NumericsSettings(name).covers(mode.EXPERTS)
 
 
 def _with_toy() -> None:
     """Add the row, after the values of the key have been read from the table."""
-    mode.MODES["toy"] = "tests.toy_mode"
-    NumericsSettings.__annotations__["mode"] = Literal[(mode.STOCK, *mode.MODES)]
+    mode.MODES["toy"] = "tests.toy_mode:MODE"
+    NumericsSettings.__annotations__["mode"] = Literal[(*mode.MEGATRONS, *mode.MODES)]
     schema.fields.cache_clear()
 
 
 @pytest.fixture
 def toy(monkeypatch):
     """The row, for one test."""
-    monkeypatch.setitem(mode.MODES, "toy", "tests.toy_mode")
+    monkeypatch.setitem(mode.MODES, "toy", "tests.toy_mode:MODE")
     yield
     mode.find.cache_clear()
 
