@@ -245,7 +245,8 @@ class Digests(AroundOptimizerStep):
         if step == 0:
             self.initial = self.queue.now([plan.every]).weights
             return
-        loaded = self.queue.now([plan.masters, plan.every, plan.moments_now()])
+        moments = [plan.moments_now()] if context.state.cfg.checkpoint.load_optim else []  # else there are none yet
+        loaded = self.queue.now([plan.masters, plan.every, *moments])
         problem = self.check(step, loaded) if self.check else None
         for _, text in union([problem] if problem else [], plan.device):
             raise RunError(text)
