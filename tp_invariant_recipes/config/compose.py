@@ -25,7 +25,8 @@ from tp_invariant_recipes.config.overrides import (
     parse_all,
     read_recipe,
 )
-from tp_invariant_recipes.errors import ConfigError, Problem, lines, listed, refuse
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Problem, lines, listed, refuse
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import conf_files, field_table, finetuning, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS, nearest
@@ -93,6 +94,8 @@ def compose(
         of_typed = (relations.unpadded, typed_rules.idle, typed_rules.unknown)
         problems += lines(replace(it, rule=rule.__name__) for rule in of_typed for it in rule(eager, paths))
         problems += also(eager) if also else []
+        if OR_STOCK in problems and {*lines(check(_under_stock(composed)))} - {*problems}:
+            problems.remove(OR_STOCK)
     refuse(problems)
     if not graph_choice.decides(typed, recipe=recipe_source.is_recipe(model)):
         return Composed(model, tuple(requested), eager)
@@ -223,6 +226,12 @@ def _completed(config: RunConfig, recipe: recipe_layer.RecipeAnswer | None) -> R
     if recipe is None:
         return config
     return RunConfig({**config.sections, "model": recipe_layer.without_defaults(config.model, recipe)})
+
+
+def _under_stock(config: RunConfig) -> RunConfig:
+    """Return the run under stock numerics, without what only the invariant ones have."""
+    numerics = {"mode": STOCK, "initial_weights": "megatron"}
+    return RunConfig({**config.sections, "numerics": numerics})
 
 
 def _with_graphs(model: str, typed: Sequence[Override], composed: RunConfig, eager: RunConfig) -> tuple[RunConfig, str]:

@@ -59,6 +59,12 @@ def test_a_neighbouring_field_is_taken(family, words):
     assert problems(FAMILIES[family].run, words) == []
 
 
+@pytest.mark.parametrize("words, offered", (("precision=fp8_tensorwise seq=64", False), ("model.qk_clip=true", True)))
+def test_stock_is_offered_only_where_it_meets_no_other_problem(words, offered):
+    """A CPU has no FP8 GEMMs under stock numerics either."""
+    assert (OR_STOCK in message(f"qwen3_toy {words}")) == offered
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_run_that_composes(family):
     assert problems(FAMILIES[family].run) == []
