@@ -58,9 +58,10 @@ def test_what_is_wrong_with_a_reference_is_reported_and_no_other_is_taken(a_gpu)
 
 
 def test_the_smallest_reference_that_fits_is_taken(a_gpu, monkeypatch):
-    monkeypatch.setattr(
-        audit.room, "problems", lambda config, here: ["too large"] * (config.model["tensor_model_parallel_size"] < 4)
-    )
+    def problems(config, here):
+        return ["too large"] * (config.model["tensor_model_parallel_size"] < 4)
+
+    monkeypatch.setattr(audit.available_memory, "problems", problems)
     planned = audit.new("qwen3_toy", ["tp=8", "cuda_graph=off"])
     assert planned.reference.layout.tp == 4
 

@@ -13,13 +13,16 @@ VALUES = {"numerics.mode": "stock", "launcher.kind": "local", "ledger.trace": "1
 # Command, its arguments but the override.
 COMMANDS = {
     "submit": ("submit", "qwen3_toy", "--dry-run"), "verify": ("verify", "qwen3_toy", "tp=1,2"),
-    "audit": ("audit", "qwen3_toy", "--against", "tp=2"), "bench": ("bench", "qwen3_toy"),
+    "audit": ("audit", "qwen3_toy", "--against", "tp=2"),
+    "audit --resume-at": ("audit", "qwen3_toy", "--resume-at", "2"),
+    "bench": ("bench", "qwen3_toy"),
 }  # fmt: skip
 FIELDS = {
     "submit": "launcher.kind",
     "submit --resume": "run.dir launcher.kind checkpoint.ckpt_step",
     "verify": "run.dir launcher.kind",
     "audit": "checkpoint.save_interval launcher.kind run.dir ledger.trace ledger.dump",
+    "audit --resume-at": "checkpoint.save_interval checkpoint.ckpt_step launcher.kind run.dir",
     "bench": "numerics.mode train.train_iters checkpoint.save_interval launcher.kind run.dir ledger.digests"
     " ledger.trace ledger.dump",
 }
