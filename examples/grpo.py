@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GRPO on a toy task: what is the sum of two digits? Rollouts and trainer compute the same bits, in any layout.
 
     torchrun --nproc-per-node 1 examples/grpo.py runs/grpo-1             # then any key=value of tpi train, as iters=20

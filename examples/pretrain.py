@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT for three steps, with a loop of its own. torchrun --nproc-per-node TP examples/pretrain.py
 
 On GPUs, `--stock` shows what Megatron-Core computes without tpi.invariant().

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes for tpi: functions without arguments that return Megatron-Bridge's ConfigContainer.
 
     tpi train recipe=examples/recipe.py:small tp=2 --dry-run     # check everything, write nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mkdocs.yml cannot say: which files are pages, and the page of the API reference."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of `scripts/gpu`: `tpi` commands, what each shows, and how each should end."""
 
 import itertools

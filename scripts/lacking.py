@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this Python has and lacks.
 
 lacking.py --modules NAME…    status 0 if all of these modules are there

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all tests share: an environment of their own, the command line here and in forks, GPU tests only with a GPU."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples to fine-tune on, and a tokenizer of their words."""
 
 import json

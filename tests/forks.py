@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi` in forks of the worker of pytest.
 
 Importing Megatron-Bridge takes 10 to 20 s, so each worker does it once, and every `tpi` runs in a fork of the worker:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of FP8 products: normal numbers of magnitudes that differ, and scales of no power of two."""
 
 from typing import NamedTuple

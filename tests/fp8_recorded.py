@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 products that cuBLAS gave on Hopper (tests/data/README.md), as operands and bits."""
 
 from pathlib import Path

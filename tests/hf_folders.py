@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face checkpoints of toy models, written by hand: config.json, and tensors of random values."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conformance table of kernels: functions of the package, and operands that show how they round and add.
 
 TWINS:  the function has the same bits by its form for a CPU, in Triton's interpreter and on a GPU. ON_GPU has those

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ledgers made by hand, and the lines of ledgers, to be compared byte by byte."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which models a test goes through in `make test`, and which only in `make test-all`."""
 
 from collections.abc import Iterable

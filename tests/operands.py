@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands that show how something is rounded and added, and the one comparison of bits.
 
 Normal, widely scaled, cancelling and special numbers.

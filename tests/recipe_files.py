@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The beginning of a user's file of recipes: a small model of Bridge's GPTModelProvider, of which recipes are made.
 
 TUNED goes on with what fine-tuning needs: `small` cuts a recipe of Bridge's defaults, for the examples of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the rules of one table say of a configuration, as the lines of a message."""
 
 from types import ModuleType

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python files of the project, each parsed once in a worker of pytest."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's Linear and LayerNormLinear, forward and backward, on the ranks of a tensor-parallel group.
 
     python -m tests.te_cases FOLDER SWITCH BACKEND   # one rank on a GPU; RANK and WORLD_SIZE as torchrun sets them

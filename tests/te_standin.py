@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands for Transformer Engine where it cannot run: Linear and LayerNormLinear of its constructor and attributes.
 
 Their stock forward is Megatron-Core's: partial products in the weights' dtype, added up by the group.

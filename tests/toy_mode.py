@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mode of the tests' own, all that a new arithmetic needs: the sums of numerics=tree on products rounded to fp8."""
 
 import torch

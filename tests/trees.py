@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations with single fields changed, as no command line would."""
 
 import copy

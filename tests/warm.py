@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every launcher and rank does anew as it starts, done once in the worker that they are forked from.
 
 Half of what a short run computes.

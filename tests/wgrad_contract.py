@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The value that a linear layer must return to autograd for its weight, by the way the gradient is kept.
 
 The table comes from NVIDIA/TransformerEngine#2871. Which versions of Transformer Engine break it, and how, is below.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Bridge training whose bits do not depend on the tensor-parallel degree.
 
     import tp_invariant_recipes as tpi

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kinds of mistake a user can correct. The CLI prints the message on one screen and exits with status 2."""
 
 import json

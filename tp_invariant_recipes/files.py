@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing a file or a folder whole or not at all: the only place that writes beside a file and renames."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch calls that no function mode sees, and functions of autograd that no transform of functorch sees.
 
 On the CPU host every torch call, even `x.shape`, passes through Python (cpu.py: CudaMeansCpu), which takes longer

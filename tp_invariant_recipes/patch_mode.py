@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch mode, for programs that do not use our recipes: `tpi.invariant`, or an environment variable and this import.
 
     with tpi.invariant(virtual_shards=8): ...       # builds and trains a model; tpi.invariant.enable() for good

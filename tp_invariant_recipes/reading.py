@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that come from elsewhere: read up to a limit, parsed strictly, and checked against a type.
 
     data = read_limited(file, MiB)              OSError, ValueError: more bytes than that

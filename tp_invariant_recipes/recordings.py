@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recordings for `tpi audit --recorded`, from programs with a training loop of their own.
 
     from tp_invariant_recipes import recordings

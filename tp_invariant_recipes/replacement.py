@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replace attributes of installed packages, for good or for the length of a `with` block."""
 
 from collections.abc import Callable, Iterable, Iterator

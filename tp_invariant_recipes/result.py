@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a command found, as a value: the command line prints it, and a program reads it."""
 
 from abc import ABC, abstractmethod

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of norms in checkpoints.
 
 Transformer Engine has a norm and the linear layer after it in one module. Local layers have two modules, and their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text for people: numbers with their nouns, long lists, and what others wrote, made safe to show."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two recipes: `base` trains all weights, and `adapted` trains LoRA adapters of them, on the examples beside this file.
 
     tpi train recipe=examples/finetuning/recipe.py:base tp=2 --dry-run         # check everything, also each example

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parameters of DeepSeek-V3 under names as in a ledger, for the simulations beside this file."""
 
 from collections.abc import Iterator

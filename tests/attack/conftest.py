@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attacks on `tpi`: whatever a command is given, it ends soon, with status 0 or 2, and says why in one message.
 
 Commands run in this process, and none starts ranks. A campaign draws its cases from SEED; `make test` has some of them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths that lead to no file, or cannot be: a FIFO, a device, a folder, a name that is too long, a loop of links."""
 
 import os

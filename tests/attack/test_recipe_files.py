@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipe files that do odd things when imported or called: one message, and nothing of this process changes."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run directories with a damaged file: every command that reads them ends with a table, a difference or one message.
 
 A damaged checkpoint is never resumed from.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run directories from elsewhere run no code: what they name runs only if it is typed again, or with --trust-recipe."""
 
 import json

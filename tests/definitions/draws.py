@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The definition of draws (portable/ieee/draw.py), a token at a time: whole numbers of Python, and fp32 in numpy."""
 
 from fractions import Fraction

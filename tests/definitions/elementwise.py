@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elementwise functions of portable/shared_source.py on arrays of numpy, and folds of portable/ieee/math.py.
 
 Every operation is rounded by itself. So this is the definition that the compilers' versions must agree with.

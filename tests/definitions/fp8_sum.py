@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The product that kernels/gemm/fp8_tiles.py defines, in numpy: a step at a time, as its text says it."""
 
 import numpy as np

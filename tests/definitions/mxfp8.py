@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kernels/gemm/mxfp8.py in plain torch."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sum that kernels/gemm/segmented_k_gemm.py defines, in numpy: a term at a time, as its text says it."""
 
 import numpy as np

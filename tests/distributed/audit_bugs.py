@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bugs of the kinds that layouts of Megatron have had, planted in the ranks of an audited run.
 
 Each bug shows with more than one rank alone, so that the reference, which has one, is right.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real trainings on the CPU, ranks as processes."""
 
 import fcntl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests plant in a `tpi` in a fork (tests/forks.py), whose ranks inherit it.
 
 A signal that must come while a run trains finds its ranks waiting at a step, so that no test depends on how long steps

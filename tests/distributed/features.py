@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The features of a run as rows of overrides, by axis. Two rows of different axes make a pair.
 
 A row is what one types for the feature alone; MODEL=NAME takes another model than qwen3_toy, and {weights} stands for a

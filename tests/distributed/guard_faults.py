@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of hardware: one bit of what one rank computes or keeps, once or whenever it does so from a step on."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a function on t Gloo ranks, each a fork of this process, and collect what each returns."""
 
 import os

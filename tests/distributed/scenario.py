@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training and its ledger: `scenario("qwen3_toy", "seq=32 tp=2").ledger()`.
 
 Each distinct command is trained once in a session, whichever tests and workers ask for it.

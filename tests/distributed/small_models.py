@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of conf/model cut smaller still: every kind of layer is left, and a training takes seconds."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every two features meet: a pair trains a step, or is refused before the start with the key to change."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One command in a process of its own, in a folder of runs, and what a training wrote there."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.gpu.guard_planted ARGUMENTS`: `tpi ARGUMENTS` on a GPU one tile of whose products has a wrong bit.
 
 Ranks are forked from this process and inherit the fault (start/forking.py).

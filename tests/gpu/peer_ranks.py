@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of tests/gpu/test_peer_memory_gpu.py, under torchrun:
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.peer_ranks CASE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.gpu.shadow_planted KERNEL once|always FOLDER < RUNS`: side_by_side.py, with a fault on rank 1 of all
 runs: one bit of what a kernel gives, at its first launch of step 2 or at every launch from there on.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainings side by side, several to a GPU, all forked from one process that has imported Megatron-Bridge.
 
 A run of more ranks than there are GPUs has two to a GPU, and Gloo in place of NCCL, which allows one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On one GPU: checkpoints saved beside the steps are those of a synchronous run, are resumed from, and are checked."""
 
 import json

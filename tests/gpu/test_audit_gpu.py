@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit` on a GPU: replayed graphs, FP8 and Transformer Engine's layers are within rounding."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On one GPU: a run repeats and resumes bit for bit. `scripts/gpu` covers larger models and more GPUs."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GroupedLinear in a replayed FP8 CUDA graph has the gradients of eager execution, bit for bit.
 
 Three steps of three micro-batches accumulate into `main_grad`, and every step changes the weights. Eager execution

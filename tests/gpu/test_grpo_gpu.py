@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`examples/grpo.py` on GPUs: it ends well, and has one ledger for tp=1, tp=2 and a CPU."""
 
 import json

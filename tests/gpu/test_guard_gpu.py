@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A guard on a GPU: quiet where nothing is wrong, also in graphs; a planted fault is found and judged by the CPU."""
 
 import pytest

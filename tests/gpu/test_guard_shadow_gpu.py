@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shadow steps of two replicas, each with a GPU: Gloo, by which two would share one, sends no tensor of a GPU."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On one GPU and more: one ledger for all layouts with invariant numerics, several with stock, and from one checkpoint
 of a run to another layout or numerics; in FP8, for families with layers of their own, and in CUDA graphs.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On two and four GPUs: sums through peers' memory have the bits of NCCL's exchange, in graphs and whole runs too."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi score` and `tpi generate` on one GPU and more: one file for layouts, batches, chunks, graphs, preemption, a CPU.
 
 The order of requests decides the order of lines alone.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's own modules on GPUs: with the switch one result for tp=1, 2, 4, without it several.
 
 The ranks of all degrees run side by side where there are GPUs enough. With the switch, ranks can share a GPU in pairs:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands for `python -m tp_invariant_recipes` in jobs on the throw-away SLURM: hands it over to tests/slurm/server.py.
 
 Started as `python -IS client.py SOCKET -m tp_invariant_recipes ARGUMENT …`. This process takes the place of `tpi` in

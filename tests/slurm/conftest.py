@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real SLURM: every test gets a cluster of its own, which takes less than a second (scripts/slurm-cluster).
 
 Login-node commands run in forks (`tpi`), jobs in real processes. Clusters do not meet, so workers of pytest need no

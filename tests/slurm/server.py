@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One import of Megatron-Bridge for all jobs on the throw-away SLURM.
 
 Each node of a job starts an interpreter that would import Bridge for 10 to 20 s. In the tests that interpreter is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What people do with `tpi submit`, on a real SLURM: follow, requeue, lose a node, meet the time limit, verify."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of one function or module at a time, which do without Megatron-Bridge: importing it takes 10 to 20 s.
 
 A test that needs Bridge belongs in tests/distributed, where each worker imports it once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output whose reader has gone is dropped: it changes no exit status and stops no command."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A file is written whole or not at all, and is on the disk before it takes the place of the old one."""
 
 import errno

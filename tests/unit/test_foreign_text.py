@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text of strangers controls neither a terminal nor a page: no ESC leaves a command, wherever it came in."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of autograd of our layers: torch's own, with fewer looks at functorch."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A format is one dataclass: what `checked` makes of a mapping, and what it says of one of another kind."""
 
 import os

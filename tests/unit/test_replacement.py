@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attributes are replaced for a block and are back afterwards, however the block ends."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public functions that the commands call too: a request is planned, run, and becomes a result.
 
 Overrides are what the command line has: texts ("tp=2"), mappings of dotted keys to values, and keywords (tp=2). A tuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Bridge's side: configurations as its ConfigContainer, and its `pretrain()` with the invariant numerics."""
 
 import os

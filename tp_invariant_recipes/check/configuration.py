@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All rules of a configuration, whatever machine it runs on."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of CUDA graphs.
 
 They are those of Megatron-Core 0.19.2 (`TransformerConfig.__post_init__`, `TECudaGraphHelper`) and Megatron-Bridge

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules of fine-tuning: examples and adapters; and what an engine of rollouts covers."""
 
 from collections.abc import Callable, Mapping

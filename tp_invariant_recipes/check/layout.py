@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of a parallel layout: the ranks, the model and the batch must divide evenly.
 
 Every degree is at least 1 when they are asked (check/typed.py).

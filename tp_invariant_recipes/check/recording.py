@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limits of what a ledger records, and of what guard= guards (docs/guard.md)."""
 
 import re

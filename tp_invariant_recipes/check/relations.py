@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings that must fit each other in any layout; and those that tpi decides itself."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one shape of a rule, and of a limit of the invariant numerics, which numerics=stock avoids."""
 
 import re

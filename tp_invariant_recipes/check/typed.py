@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules of what somebody types: numbers in their ranges, functions by their names, and settings that nothing reads."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be judged without a training: `tpi check`, `tpi conformance`, and this machine, `tpi doctor`."""
 
 import platform

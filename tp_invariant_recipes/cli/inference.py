@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run's weights are taken for: `tpi score`, `tpi generate` and `tpi export`."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What reads ledgers: `tpi compare`, `tpi certify`, `tpi report` and `tpi bisect`."""
 
 from pathlib import Path

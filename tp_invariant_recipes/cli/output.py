@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How commands print: lists of thousands of runs or jobs, and the end of a command."""
 
 from collections.abc import Collection, Sequence

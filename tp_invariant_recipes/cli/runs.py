@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi runs`, `tpi jobs`, `tpi logs`, `tpi cancel` and `tpi wait`."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi train`, and `tpi data`, which makes the datasets that `tpi train data=text` reads."""
 
 import os

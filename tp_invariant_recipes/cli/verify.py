@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainings in turn: `tpi verify` and `tpi bench`."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which bits two runs were promised to share, on different machines and with different definitions of a product.
 
 On different machines: equal ones under numerics=portable, else none. On one machine numerics=tree promises equal bits

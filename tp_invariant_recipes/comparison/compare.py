@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare two ledgers: do they record the same experiment, and where do their bits first differ?"""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a run's tensors are from a reference's, in units of what rounding moves there.
 
     unit    = RMS of (dithered reference - reference), over the dithered runs; at least FLOOR · RMS of the reference

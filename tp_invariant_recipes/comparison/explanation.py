@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first difference of two runs in words: the differing value, and whether the inputs of its computation matched."""
 
 from collections.abc import Callable, Container, Mapping, Sequence

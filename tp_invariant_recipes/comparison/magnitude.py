@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The distance between two runs' dumps of the tensor at which they first differ."""
 
 from dataclasses import asdict

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a reported gradient norm is the norm of the recorded gradients, and what it counts otherwise.
 
 An optimizer adds squares in fp32, which is exact to some 10⁻⁶, so that even a few parameters show that are left out.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `tpi compare` found: every comparison with the first run, as lines and as JSON."""
 
 import json

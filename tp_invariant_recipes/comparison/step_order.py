@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of execution within a step: one row for each recorded number or set of tensors."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one pass over the steps of two runs finds and counts. It keeps no step but the last two."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe says of how a model is computed and the invariant numerics compute otherwise: one row a field.
 
 A row costs no part of the result: the model, the data and the optimizer stay what they are. `numerics.adjust=true` sets

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compose `conf/` and the command line's overrides into a RunConfig, with every mistake in one message.
 
 Words are read and judged, Hydra merges the files of their options once, and what has been typed is set there. A recipe

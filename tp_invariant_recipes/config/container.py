@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Bridge's ConfigContainer of a run. Importing Bridge takes 10 to 20 s, so it happens here."""
 
 from __future__ import annotations

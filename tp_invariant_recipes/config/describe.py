@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describe configurations and models for people and machines."""
 
 import json

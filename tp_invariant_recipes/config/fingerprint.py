@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes two runs comparable, and whether a run can go on in another layout with the bits that it would have had.
 
 Comparable are runs of the same model, data, optimizer and seed, whatever the layout or machine. Digests, weights,

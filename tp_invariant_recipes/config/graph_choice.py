@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which CUDA graphs a run of `cuda_graph=auto` captures: of the whole step, Transformer Engine's, or none.
 
 Graphs take the launches from the host, whose speed decides the time of a small model's step. They change no bits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hydra composes one configuration from `conf/`, the user's own files and at most one cluster's file."""
 
 import pickle

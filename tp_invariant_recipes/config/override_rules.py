@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may be typed: words that are no override, keys that are none, and values that do not fit their fields.
 
 A wrong word is left out, and the run is composed without it, so that one message has what is wrong beside it, too.

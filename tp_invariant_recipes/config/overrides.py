@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overrides: `key=value` as typed on a command line, read once and passed on as read."""
 
 from __future__ import annotations

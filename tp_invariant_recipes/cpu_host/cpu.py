@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU host: for a `with` block, the CPU serves the calls that Megatron makes to CUDA.
 
 Three parts: a function mode that sends "cuda" tensors to the CPU, a table of replaced attributes, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run reads: text, examples for fine-tuning, sequences to score.
 
 text.py       files of text -> Megatron's indexed datasets

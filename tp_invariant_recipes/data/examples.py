@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples for fine-tuning: JSONL files, checked whole before ranks start, since Bridge reads lines as it trains."""
 
 import functools

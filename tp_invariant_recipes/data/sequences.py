@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequences to score: JSONL, one object a line, read as a stream.
 
     {"tokens": [1, 2, 3]}                     token ids; with "attention_mask", those where it is 0 are padding

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text in, Megatron's indexed dataset out: a .bin of token ids and its .idx. Megatron's own are taken as they are."""
 
 import gzip

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers as values: they turn a document's bytes into token ids with eod at the end."""
 
 import functools

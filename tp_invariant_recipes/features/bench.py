@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi bench`: train each mode in turn, and read the times of the steps from `progress.jsonl`."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keys that solve what `numerics=tree` refuses a run for, as its messages name them: `tpi show --fix`."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The catalogue: a field of Bridge has one row, by its section and name, or keeps its class's default."""
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row of the catalogue: a field of Bridge, what it may be, and why."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fields of a model. Somebody has read what each of these does to the order of sums.
 
 Any value is as good as another, unless a rule of check/invariant/ says otherwise. tpi refuses a run that sets a field

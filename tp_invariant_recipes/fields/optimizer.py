@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How weights are updated: the optimizer, its schedule, and distributed data parallelism."""
 
 from tp_invariant_recipes.fields.field import (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps, validation, random numbers; checkpoints; ranks and their collectives; and what watches a run."""
 
 from tp_invariant_recipes.fields.field import (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of submitted jobs; finds a job by its id, its run's name or its directory.
 
 Every submission adds a line to the user's registry, so that tpi finds a job by its id even if SLURM keeps no accounts.

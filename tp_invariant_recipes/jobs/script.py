@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts that SLURM runs, from the templates in `slurm/`: how they are made, and how they are submitted."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SLURM's commands as functions. No other module runs them, except srun. This module is independent of runs."""
 
 import os

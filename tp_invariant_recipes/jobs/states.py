@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a job: of SLURM while it knows the job, later of its accounts and the run directory; and its logs."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi submit` plans: compose for the cluster's nodes, check, render the scripts. `script.py` submits them."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU, and activations weighted by the router's probabilities, with the bits of Megatron's functions.
 
 `swiglu` has the bits that torch's compiler gives Megatron's functions on a GPU: fp32, rounded once. Importing that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A causal convolution per channel, then SiLU: forward, and backward with sums over tokens in leaves.
 
 Channels lie in n shards of one shape. A channel's outputs and gradients depend only on that channel, and a kernel runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums and gradients of exponentials over the shards of a vocabulary.
 
 A shard's sum is made by the same program whatever shards lie beside it. The torch functions hold few shards in fp32 at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated delta rule of numerics/layers/delta_net.py on a GPU, forward and backward: kernels for all heads at once.
 
 Of one head and a chunk of 64 tokens, with unit keys k, unit queries q / sqrt(key), and p[i] = g[0] + … + g[i]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digest lanes: sums over a tensor's elements and positions, independent of how the tensor is divided.
 
 A tensor is seen as a table of rows and columns: the last dimension, or all but the first two of an activation, are its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two passes of the exact gradient norm over all gradients: the largest magnitude, and the sum of squares.
 
     g = m · 2^x       x the exponent of the last bit, |m| < 2^24; subnormals have the x of the smallest normal numbers

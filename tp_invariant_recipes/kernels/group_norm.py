@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm of groups of features, each with its own weights: forward, and backward with leaves of the weight gradient.
 
 Groups lie in n shards of one shape. A group's outputs and gradients depend only on that group. The weight gradient is

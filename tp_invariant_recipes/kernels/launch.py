@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch a Triton kernel with little host time: the host, not the GPU, limits small models and short sequences.
 
 Triton's own `kernel[grid](…)` binds and specialises the arguments at every call. `Kernel` looks up the compiled kernel

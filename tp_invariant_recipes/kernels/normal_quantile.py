@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Philox's words and the normal quantile, in operators that tensors and single numbers share; tensors change in place.
 
 numerics/megatron/init.py calls them with tensors, kernels/cpu/normal_cpu.py compiles them for single numbers. Integers

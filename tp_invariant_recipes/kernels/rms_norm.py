@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm: forward, and backward with the weight gradient in leaves of fixed shape.
 
 Rows are x[token, head]; without heads there is one row per token. A row's output and gradient depend only on that row.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of rows in a given order, on a GPU and with the same bits on a CPU.
 
 centred_rows   rows less their mean: what LayerNorm does before an RMSNorm, and what its backward pass does last

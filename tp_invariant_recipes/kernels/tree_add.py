@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add partials in tree order: neighbours, level by level, all in fp32, one rounding at the root.
 
     p0 ──┐

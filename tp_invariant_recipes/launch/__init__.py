@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run on one machine: plan, preflight, ranks, progress, resume."""

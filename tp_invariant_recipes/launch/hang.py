@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects hanging ranks by the time since their last heartbeat, and names the rank that the others wait for."""
 
 import linecache

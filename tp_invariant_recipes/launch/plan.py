@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run before its ranks start: its resolved configuration, its directory and its identity."""
 
 import hashlib

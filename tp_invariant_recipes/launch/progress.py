@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The progress of a training: a live bar on a terminal, plain lines elsewhere."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts ranks as processes of this machine, watches them until all have ended, and reports why one failed.
 
 Ranks are started as torchrun starts functions, through torch.multiprocessing. On a CPU they are forked from this

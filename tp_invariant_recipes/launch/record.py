@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A command of `tpi train`, which starts or resumes a run; and what its directory gets before the ranks start."""
 
 import os

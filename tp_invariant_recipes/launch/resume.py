@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resume a run, or repeat a part of it: the overrides it was made of, and the checks before it continues."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A planned run of one machine: check it with Bridge, write its run directory, run its ranks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether what a folder names may run code.
 
 A run names its recipe, functions by their paths, the interpreter of its nodes and lines of bash. They run when somebody

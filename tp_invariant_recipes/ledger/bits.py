@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A float as exact text: its width and its IEEE 754 pattern in hexadecimal, such as "f32:40c7d2f1".
 
 Two texts are equal if and only if the bits are: -0.0 is not 0.0, and a NaN equals only the NaN of the same bits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Certificates: a run's ledger, configuration and versions in one small file that reveals any change to it.
 
 A certificate is a zip archive of `manifest.json` and the files of MEMBERS, in this order and nothing else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests in a ledger: 128 bits as text, for a parameter, a group of parameters, or the whole model.
 
     digest of a tensor = start(dtype, shape) + sum of its elements' lanes (kernels/digest.py), two lanes of 64 bits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps: the values of a few tensors at a few steps, one file per rank and step, and the distance between two dumps.
 
     RUN/dumps/step-0000003/rank-1.safetensors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The evidence of corrupted values: one file that `tpi check` judges on any machine, without the run (docs/guard.md).
 
 A file of safetensors, with an `Evidence` as its metadata. Neither Megatron nor a GPU is needed to read it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text of a ledger's two kinds of line, header and step."""
 
 import functools

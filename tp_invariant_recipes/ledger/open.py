@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Open a ledger in a run directory, in a separate file or in a certificate."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read and check the file `ledger.jsonl` of a run directory."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the file `ledger.jsonl` of a run directory during training: the header, then one line per step."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other files of a run directory as certificates, reports and commands read them: their types and largest sizes.
 
 A file may have other fields beside these, and a field of another version of tpi is no error.

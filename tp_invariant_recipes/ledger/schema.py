@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of a ledger: its header, and the record of a step. `lines.py` has their text."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ledgers that are too long for memory: their steps stay in the file, and each is decoded when its turn comes.
 
 opened(file)            reads the header, and where every line ends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ledger as a program reads it: its steps in order, each with exact numbers and digests."""
 
 import os

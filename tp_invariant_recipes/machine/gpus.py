@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The NVIDIA GPUs that this process may use. The driver lists them without starting CUDA, which forbids forking."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine that this process runs on: its instructions, the memory that it can still get, its network address.
 
 The instructions with which libraries compute decide the bits of sums on a CPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a command is, on standard error: a bar on a terminal, elsewhere a line at once or every few seconds."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Standard output and error. Commands print through this module and in no other way.
 
 Output whose reader has gone is dropped, so `tpi … | head -1` neither stops a training nor changes an exit status.

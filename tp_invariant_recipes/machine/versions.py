@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Versions of the software that computes, read from package metadata without heavy imports."""
 
 import platform

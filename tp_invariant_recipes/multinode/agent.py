@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One node of a job: join the rendezvous, agree on the run, run this node's ranks, end with the other nodes.
 
 The first node decides from which step the run starts, whether all nodes would compute the same, and whether the job is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run inside an existing allocation: start one task a node with srun, and build what each task runs."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rendezvous of a job's nodes: a TCP store on the first node, and one process a node that joins it.
 
 Values are JSON under keys. Nodes have the numbers that SLURM gives the tasks of a step with one task a node.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """srun's command line for a run: how many nodes and tasks, in which container, and how to run `tpi` there."""
 
 import sys

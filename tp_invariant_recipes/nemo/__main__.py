@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tp_invariant_recipes.nemo [-m] SCRIPT ARGUMENTS…`: the command that the plugin makes of a script."""
 
 import sys

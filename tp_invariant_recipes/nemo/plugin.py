@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plugin of NeMo-Run, in the manner of Bridge's `megatron.bridge.recipes.run_plugins`.
 
     run.run(task, executor=executor, plugins=[InvariantPlugin(ledger="/nemo_run/ledger")])

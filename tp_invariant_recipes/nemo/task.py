@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry point of a task that the plugin has changed: Bridge's pretrain(), with invariant numerics and a ledger.
 
 The variables of the plugin say how. The switch for other programs (tp_invariant_recipes/patch_mode.py) makes the

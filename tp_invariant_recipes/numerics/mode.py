@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which arithmetic a run computes with: one value a mode. Whatever depends on the mode asks this value.
 
 A mode is a value of its module and a row of MODES; `conf/numerics/NAME.yaml` makes it an option of `numerics=`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which GEMMs of a model are in FP8, and how their operands get scales. Nothing here imports torch."""
 
 from dataclasses import dataclass

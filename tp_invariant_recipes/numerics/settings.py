@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The section `numerics` of the configuration."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modes whose sums across ranks are trees over virtual shards.
 
 numerics=tree, the default, adds partial sums. numerics=gather is the published scheme, kept as a reference: it gathers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last bit of every module's output, and of the gradient that arrives at it, moved at random.
 
 Another layout adds in another order and so rounds otherwise, module by module. A dithered run shows how far that may

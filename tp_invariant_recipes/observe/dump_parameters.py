@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback that dumps gradients and weights at traced steps."""
 
 from collections.abc import Iterator

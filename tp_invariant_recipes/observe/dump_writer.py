@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes dumps: one file a rank and step, which ledger/dumps.py reads."""
 
 from pathlib import Path

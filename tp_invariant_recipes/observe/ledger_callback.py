@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback that writes a ledger of a program's own Bridge run."""
 
 import os

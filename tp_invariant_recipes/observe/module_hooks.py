@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's view of a traced step: hooks on every module that take lanes of what goes in and out, both ways.
 
 Nothing is put into the autograd graph: outputs are watched by hooks on the tensors, and the gradient that a module

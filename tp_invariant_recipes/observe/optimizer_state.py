@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an optimizer keeps of each parameter: its master weight, the gradient that it reads, its moments.
 
 Megatron's optimizers wrap one of torch's or Transformer Engine's. The wrapped one updates the master weights where

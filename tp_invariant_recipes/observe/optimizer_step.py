@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only place that wraps `optimizer.step`: what looks at gradients and weights around it subscribes here.
 
     before the step   gradients are reduced over all ranks, and neither clipped nor used up

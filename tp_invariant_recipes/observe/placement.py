@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a module's tensors lie in those of the whole model: one row a kind of module.
 
 A tensor of the whole is [sequence, batch, features …] over all samples of the step. To digests it is a table: position

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback that writes a run's ledger and its progress file."""
 
 import json

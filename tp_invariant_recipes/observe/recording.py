@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callbacks that write a ledger."""
 
 from typing import TYPE_CHECKING

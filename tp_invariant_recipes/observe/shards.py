@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of parameters that a rank holds: the place of each in the whole, its weight, its gradient.
 
 The places are those of Megatron's distributed checkpoints (`sharded_state_dict`), so whatever can be saved and loaded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback that takes digests of what goes in and out of every module, forward and backward, at chosen steps.
 
 All micro-batches and data-parallel ranks are one tensor (placement.py). Lanes of its parts add up, so what a rank keeps

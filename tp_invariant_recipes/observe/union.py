@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all ranks have together: Python objects, and texts and numbers without an object of every rank on every rank.
 
 For the latter, ranks exchange keys, 8 bytes an entry, and the first rank that has an entry gives its text. So what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Megatron-Bridge compiles at every start, forgets, or knows of Transformer Engine's layers alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches of Megatron-Core: checkpoints, and gradients that it computes or adds wrongly.
 
 Some checkpoints Megatron-Core cannot load, saves under other names, or starts a process for.

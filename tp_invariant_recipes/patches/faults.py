@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Known faults of Megatron that change results in silence: which runs meet them, and which patch mends them.
 
 `tpi audit` names a row where its first tensor is the row's; `tpi train numerics=stock` warns of those that a run meets.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A patch: a row that names the installed code that it is for, and decides whether it applies on this machine."""
 
 from __future__ import annotations

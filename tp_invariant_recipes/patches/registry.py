@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patches, one row each. `applied` applies those that the installed packages and the run need, for a block."""
 
 from __future__ import annotations

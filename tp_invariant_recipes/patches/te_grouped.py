@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GroupedLinear in an FP8 CUDA graph repeats its behaviour at capture in every micro-batch of a replay.
 
 Transformer Engine passes a flag tensor to the modules of a captured graph; at every replay the graph reads from it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The condition that all patches of Transformer Engine share: the runs that they concern."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that only numerics=portable needs: kernels specified to the last bit, layers, conformance."""

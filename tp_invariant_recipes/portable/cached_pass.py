@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A forward pass of some rows of many sequences, whose earlier keys are in a cache: what the layers of portable read.
 
 The layers are those of training. While a pass is current, rotary positions are those of its rows, and attention writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a GPU adds as the definition says: recorded operands, and the bits that a GPU gave for them.
 
 `tensor_core_h200.safetensors` holds what an H200 gave, tensors `KIND/CASE/a`, `b` and `c`: KIND is the dtype of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """numerics=portable: arithmetic that is specified to the last bit, so that every machine that computes it has bitwise
 identical ledgers.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of numerics=portable, where those of tree have a library's arithmetic: bf16, on a CPU."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """numerics=portable: the sums of numerics=tree, over operations that are specified to the last bit."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One source for two compilers: a function of numbers that Triton compiles for GPUs, and numba for a CPU.
 
     HALF = constant(0.5)

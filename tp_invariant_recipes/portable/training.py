@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands for functions of the training loop in numerics=portable: the loss, the optimizer and the schedule."""
 
 import math

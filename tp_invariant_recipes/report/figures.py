@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of a report. They use matplotlib's objects without pyplot and leave its settings unchanged."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page: one HTML file about all runs that loads nothing from the network."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs of a report: ledgers with short names, other data of their run directories, and their comparisons."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoints of a run: which are finished, of which run they are, and whether their bytes have changed.
 
 Bridge writes a checkpoint's files and then moves its own markers; a run killed in between leaves a folder that looks

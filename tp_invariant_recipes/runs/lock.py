@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lock of a run directory: one launcher at a time writes there.
 
     with locked(run_dir):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every run below a folder: how far it is, which runs are comparable, and where one has left things.
 
 It reads `run.json` and the ledger's end.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The restarts at a run, as `run.json` lists them: when each began, from which step, in which job, how it ended."""
 
 import os

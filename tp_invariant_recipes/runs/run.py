@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run as its directory shows it: what `tpi train` says at its end, and what a program reads."""
 
 import math

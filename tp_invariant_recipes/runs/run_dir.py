@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a run directory: one name for each, and how they are written."""
 
 import json

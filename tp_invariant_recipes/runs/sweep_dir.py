@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a directory of `tpi verify`: the configurations, a run directory for each, and the result."""
 
 from collections.abc import Sequence

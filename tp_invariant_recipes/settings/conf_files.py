@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the Hydra trees lie: `conf/` (beside the package in a checkout, inside it in a wheel), and a user's own."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of a model: kinds, and one row a module that can be captured. check/cuda_graphs.py has their rules."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gated delta nets of a model, and gates: names and sizes (numerics/megatron/families/delta_net.py has the layers)."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environment variables: those that numerics depend on, and further ones of a cluster's nodes.
 
 tpi sets them before it imports torch, checks them and records them. One row per variable that numerics depend on. A

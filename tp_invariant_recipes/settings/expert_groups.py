@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The expert groups of a run: X, its default, and what they make of a layout (numerics/sums/expert_groups.py)."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fields of Bridge's classes of settings, kept in a file: a typo shows at once, not after an import of 10 to 60 s.
 
 `scripts/bootstrap` writes the file into `.venv`; elsewhere the first import of Bridge writes it into the user's cache.

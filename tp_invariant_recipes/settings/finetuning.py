@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tuning: examples (SFT) in the section dataset, and adapters (LoRA) in the section peft."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short keys: what people type for the fields they change most; and the nearest of what they may have meant."""
 
 from collections.abc import Iterable

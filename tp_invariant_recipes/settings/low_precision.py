@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products in FP8 or FP4: what a configuration asks for, and what such products require of it."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of a model and kinds of its layers, typed: each field of Bridge's provider that says one is read here alone."""
 
 from collections.abc import Callable, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon in a section `optimizer`: names, defaults and what follows from them (numerics/megatron/muon.py computes it)."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of a run: our own sections typed, its layout, its shape, the nodes it takes, and mappings."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which keys exist and what they hold: ours from `settings.py`, Bridge's from its dataclasses.
 
 Asking Bridge for its fields imports it (10 to 60 s), so what the table of its fields or no field can answer is answered

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Secrets in what is configured, which tpi writes down: told by addresses, by the shapes of tokens, and by names.
 
 The shapes are those of detect-secrets and what it lacks: commands, headers, and addresses whose password has an @.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our own sections of the configuration, typed. Everything else in the tree is a field of Bridge's."""
 
 from dataclasses import dataclass, field, fields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check and convert one value against the type hint of the field it is for."""
 
 import functools

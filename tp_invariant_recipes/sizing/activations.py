@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes a rank keeps of a micro-batch from its forward to its backward pass.
 
 As Megatron's own formula does (megatron.bridge.training.utils.theoretical_memory_utils), it counts the operands of the

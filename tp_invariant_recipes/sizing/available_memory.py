@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates before the start whether a run fits the memory of its GPUs or nodes."""
 
 from dataclasses import dataclass

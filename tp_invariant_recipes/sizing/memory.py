@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory a rank needs at most, from the configuration alone, part by part.
 
 The estimate is for the fullest moment of a step: the end of the forward pass, when all activations are kept and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The size of a model: its layers and their parameters, from its dimensions."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The architectures of Hugging Face that weights come from and go to: a row of FAMILIES each, and their own classes.
 
 What is not in a family's row or class, no other file knows of it: `hf_models` compares any folder with any model.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An architecture of Hugging Face: its sizes in config.json, what else it must have, its tensors' names and shapes."""
 
 from collections.abc import Iterator, Mapping

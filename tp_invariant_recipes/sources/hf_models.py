@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of Hugging Face that weights come from and go to: sizes in config.json, names and shapes of tensors.
 
 A row of `hf_families.FAMILIES` is one architecture that Bridge's AutoBridge converts and whose tensors are all known.

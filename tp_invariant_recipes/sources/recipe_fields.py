@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a section of a recipe says, as a tree can hold it: plain values, which the type of a field turns into the same.
 
 A tree holds text, numbers, lists and mappings. An object without a name by which another process could import it, such

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recipe as the lowest layer of a run's tree: what it sets stands below our groups and the command line.
 
 The layer has every field that differs from the default of its class, and every field that `conf/config.yaml` sets,

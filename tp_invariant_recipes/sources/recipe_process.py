@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions about a recipe: a process of its own calls the recipe, prints its answer as JSON, and ends.
 
 What a recipe patches, sets or ends reaches neither tpi nor the ranks of another run, which import their recipe again

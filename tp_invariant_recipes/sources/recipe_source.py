@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find a recipe: a function that returns Megatron-Bridge's ConfigContainer, as `recipe=` names it.
 
     recipe=qwen3_8b_pretrain_config        of megatron.bridge.recipes

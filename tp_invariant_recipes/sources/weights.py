@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face checkpoint on disk: what its files say of themselves, without the tensors' values.
 
 FOLDER/config.json                     the model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first import of Megatron-Bridge happens only here: quietly, and with or without Transformer Engine.
 
 Bridge's `peft/lora_layers.py` imports Transformer Engine unconditionally, whereas Megatron-Core uses local layers when

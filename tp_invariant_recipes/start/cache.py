@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The user's folders: answers that take seconds to make, each with a stamp of its sources, and Python's bytecode."""
 
 import hashlib

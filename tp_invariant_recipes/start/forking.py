@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that a rank or launcher starts, which end with it; whether one that will use CUDA may be forked.
 
 A process that is not forked imports Megatron-Bridge again. A fork of a process that has started CUDA cannot use it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages that Megatron and Megatron-Bridge import at the start and most runs never use: imported when somebody asks.
 
 A stand-in takes the place of such a package in `sys.modules`. It is the package's own module object, not yet executed.

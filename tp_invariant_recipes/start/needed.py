@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages that a plain `pip install` of this one does not bring: who needs them, and what a command says without them.
 
 needed.check("tpi train", needed.TRAINING)     RunError: "tpi train needs megatron-bridge, … the locks base.txt, …"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands in for Apex's extension `fused_weight_gradient_mlp_cuda`, which is on no registry.
 
 Megatron-Core calls it for layers that are not Transformer Engine's, such as the output layer, where a model has

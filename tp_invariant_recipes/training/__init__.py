@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank: Bridge's pretrain() with our callbacks and patches."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that writes a rank's checkpoints beside the steps, with `checkpoint.async_save`.
 
 Megatron-Core spawns it when training is set up: `PersistentAsyncCaller` of its `dist_checkpointing`.

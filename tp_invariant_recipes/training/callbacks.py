@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callbacks of every training: manifests of checkpoints and of the data's index, and checks of a captured step."""
 
 import math

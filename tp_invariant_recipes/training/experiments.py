@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logging to Weights & Biases, MLflow or Comet: one run of the service for all attempts, and the run's verdict.
 
 Bridge's loggers send the curves and their configuration. All attempts at a run log to one run of a service: its id

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's heartbeats: what it does now, in memory that the launcher reads.
 
 A sign is three numbers in shared memory and takes the rank about a microsecond. All ranks give the same signs in the

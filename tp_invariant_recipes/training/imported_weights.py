@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of a Hugging Face checkpoint in this rank's part of the model, before the first step.
 
 Bridge converts and distributes them when the model has been made and nothing wraps it yet. All parameters are NaN until

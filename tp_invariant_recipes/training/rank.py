@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a run: open its log, set its environment, build its configuration, run Bridge's pretrain()."""
 
 import faulthandler

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights that a checkpoint of Megatron holds, in the model of this process."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Free the memory of one training of a process for the next, which `tpi audit` has."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashes of the checkpoint files that a rank writes, made of the bytes in memory, so that nothing is read back.
 
 The rank writes them itself, or with `checkpoint.async_save` a process of its own (async_writer.py), which sends it the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tpi.recipe and tpi.pretrain: what is checked again, what is refused, and one ledger with `tpi train`."""
 
 import json

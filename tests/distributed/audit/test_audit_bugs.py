@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit` names planted bugs at the module, and finds none in right layouts of the same models."""
 
 import json

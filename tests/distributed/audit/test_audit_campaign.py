@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit --all`: what a refusal leaves, what a cell becomes, which references are equal, and in which order."""
 
 import json

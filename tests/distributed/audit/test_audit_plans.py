@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainings that `tpi audit` plans, on a machine that could carry them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit`, end to end on CPU ranks: what it leaves, pairs of trainings, recordings, and what ends it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program of `tpi audit --all --script`: a layer of Megatron-Core alone shows its fault, and a sound one none."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that change bits of weights, master weights, moments or gradients: each is caught at its step, and named.
 
 In `make test`: tests/distributed/commands/test_digests.py, a replica that diverges.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Known faults of Megatron: which runs they strike, and that a patch which is on mends them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit --resume-at`, end to end on CPU ranks: a whole resume, states that are lost, and a save that fails."""
 
 import json

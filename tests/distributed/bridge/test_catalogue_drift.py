@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The catalogue against the classes that are installed: an upgrade that adds a field fails here. The table of Bridge's
 fields against Bridge itself. Bridge's fields that the documents name are fields of the installed Bridge.
 scripts/gpu: every row composes for the GPUs that it names.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Megatron-Bridge makes of a configuration."""
 
 import dataclasses

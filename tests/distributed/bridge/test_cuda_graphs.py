@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`cuda_graph=te|off|full` and FP8: what is captured of a model, and that all that cannot be is one message."""
 
 import copy

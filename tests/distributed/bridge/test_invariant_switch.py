@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`NVTE_TP_INVARIANT_MODE=1` and one import make a plain Megatron-Core program invariant; without, it is not.
 examples/pretrain.py under torchrun, with Megatron-Core alone: one result on 1 and 2 ranks; stock has several.
 """

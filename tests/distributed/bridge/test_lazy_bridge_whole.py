@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bridge with packages that wait is Bridge as it imports itself: the same names, registrations and recipes."""
 
 import json

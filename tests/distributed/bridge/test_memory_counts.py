@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The estimate of memory against real models on a CPU: bytes of parameters, gradients and optimizer."""
 
 import json

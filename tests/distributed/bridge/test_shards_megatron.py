@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a rank's part of a parameter lies, by Megatron's own descriptions.
 
 That all ranks' parts of a model's layers cover them exactly once, ledgers of layouts show, whose digests agree.

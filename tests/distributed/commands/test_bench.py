@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi bench`, end to end on two CPU ranks. No test says how long anything takes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi bisect` trains runs again as they were, and names module, pass and step of a planted fault."""
 
 import json

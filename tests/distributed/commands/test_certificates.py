@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The certificates of tests/certificates, checked on a CPU: `tpi verify … --against` says identical.
 
 scripts/make-certificates makes them, on any machine. They have losses, norms and all digests of 20 steps.

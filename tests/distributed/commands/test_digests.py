@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of gradients, weights and moments, end to end: one for every layout, those of gathered tensors, replicas
 checked.
 """

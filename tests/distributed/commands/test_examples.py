@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that the files of examples/ name pass `--dry-run` as they are, and train."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/grpo.py: rollouts and trainer agree exactly before each update, and every tp has one ledger."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broken hardware, planted: a run notices it, names it, and leaves evidence that another machine judges."""
 
 import json

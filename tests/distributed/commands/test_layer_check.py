@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi check`: a linear layer of a dumped step, computed again on this CPU."""
 
 import json

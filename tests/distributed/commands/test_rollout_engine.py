@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine of rollouts: one outcome for every batch, order, chunk and block, with the bits of `tpi score`.
 
 A rank loads a model once and runs all variants on it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi generate`: one file for every layout, batch, order and chunk, and after a stop; with the bits of `tpi score`."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi score`: one file of scores for every layout, batch, order, padding and packing."""
 
 import json

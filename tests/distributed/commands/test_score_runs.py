@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi score` of a run's checkpoint, after a stop, and beside transformers: more families."""
 
 import os

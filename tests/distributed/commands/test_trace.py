@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces and dumps end to end: one trace for all layouts, that changes no bit, of the very tensors."""
 
 import dataclasses

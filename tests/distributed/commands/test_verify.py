@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi verify` and `tpi certify`, end to end on CPU ranks."""
 
 import json

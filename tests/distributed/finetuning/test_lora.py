@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA: adapters of linear layers on frozen weights, trained on the CPU on examples, from weights that are there."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA of every kind of layer and in FP8: one ledger for all layouts."""
 
 import re

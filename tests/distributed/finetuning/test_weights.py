@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weights=FOLDER` and `tpi export`: the same bits in every layout, and back again. `weights=FOLDER` and `tpi export`
 of every family: in, out, the same bits in every layout. The model that `tpi score FOLDER` composes from a folder's
 config.json. Some of the fields are Bridge's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What has one ledger: words that are held fixed, and the layouts that must agree; and pairs that stock has two for.
 
 A row of ROWS is (words, layouts); the rows of SHORT are trained by `make test`, all others for a release. The rows of

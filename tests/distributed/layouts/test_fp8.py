@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training in FP8 on a CPU: what is set counts. Layouts: rows.py.
 
 Stock FP8 needs Transformer Engine, so its control is tests/gpu/test_layouts_gpu.py.

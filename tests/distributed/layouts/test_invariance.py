@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`numerics=tree`: one ledger for tp, pp, dp and cp of a dense model, end to end. `stock` is the control.
 
 What is beside the arithmetic of the layouts: validation, digests, resumes in another layout, and layers of families.

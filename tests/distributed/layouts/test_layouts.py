@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One ledger for every layout, end to end; with stock numerics, from equal weights, two.
 
 The rows are in rows.py. `make test` has the dense model of test_invariance.py and few rows beside it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mode is one value: a file and a row make a new arithmetic, which trains, is refused and is recorded by its name."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed sequences: a step has the bits of the same examples in rows of their own, in every layout."""
 
 import json

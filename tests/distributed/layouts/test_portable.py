@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`numerics=portable` on a CPU: other arithmetic shows, and is refused. Layouts: rows.py."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Column- and row-parallel layers with their biases, in every format of operands."""
 
 from collections.abc import Callable

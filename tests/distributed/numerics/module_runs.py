@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A module of Megatron-Core trained for a micro-batch or two on every rank, and what the ranks hold put together."""
 
 import zlib

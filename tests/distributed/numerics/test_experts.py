@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens to experts and back on one rank: what arrives, what is added up, and the gradients. The invariant router:
 what it counts, and the auxiliary losses that it logs and attaches. Gradients of experts over data-parallel ranks:
 an owner of several ranks' tokens adds them as the ranks would.

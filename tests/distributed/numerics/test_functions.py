@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms, cross entropy, core attention and embeddings on ranks: the same bits for every degree, right, and stock's not.
 
 A function is a row: its operands, what a rank computes, the same as Megatron does it, and the same in fp64.

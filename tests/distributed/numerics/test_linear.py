@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Column- and row-parallel layers and their biases, in every format: one result for every tensor-parallel degree.
 
 Also the layer that a norm is part of.

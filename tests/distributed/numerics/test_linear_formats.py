@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers in FP8 and MXFP8: without any of the ingredients another result; test_linear.py has all degrees."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules of Megatron-Core on invariant layers: one result for every layout, near to fp64; on its own layers, several.
 
 A module is a row: how to build it, its layouts, the tensors that sums over ranks reach in stock. An ingredient that is

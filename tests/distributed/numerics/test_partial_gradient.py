@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that wait for the end of a backward pass: which pass they belong to, and that none is lost or doubled. The
 gradient norm over ranks: one value for every number of ranks that hold the gradients.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over data-parallel ranks: the tree, in pieces, where the ranks divide the buffer and where they do not. Losses
 and other values of micro-batches: one sum for every number of data-parallel ranks. Matrices that Muon gathers:
 whole, in the order of one rank, and back, for every kind of cut.

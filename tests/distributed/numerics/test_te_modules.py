@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's modules that a program builds itself, under the switch: one result for every tp, or a refusal.
 
 Here a stand-in is Transformer Engine; tests/gpu/test_te_modules_gpu.py runs the same cases with the real one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of Bridge, each with a config.json of Hugging Face cut small."""
 
 import json

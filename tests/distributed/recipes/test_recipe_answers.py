@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe of Bridge says is kept until what decides it changes; an own recipe is called each time."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`recipe=FILE.py:FUNCTION` with every command that takes a model, and with those that continue its runs."""
 
 import json

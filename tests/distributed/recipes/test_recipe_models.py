@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`recipe=…`: a recipe of a user's file and recipes of Bridge, composed and trained on the CPU. Recipes of Bridge with
 multi-latent attention, sinks or gated delta nets compose for `tree` and train.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recipe runs in a process of its own: nothing that it raises, ends or patches reaches tpi or another run."""
 
 import os

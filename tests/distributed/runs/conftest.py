@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run that the tests here kill, stop, damage and continue, as it is when nothing interrupts it."""
 
 from pathlib import Path

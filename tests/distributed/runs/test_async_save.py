@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """checkpoint.async_save: a process beside each rank writes, and what it writes is trusted like any checkpoint."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights move between `numerics=stock` and `numerics=tree`, under the same names, bit for bit, to any degree."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights drawn on the CPU are the same in every layout; Megatron-Bridge alone draws them on the device."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that goes on in other layouts has the ledger of the run that nothing interrupted, and says which it had."""
 
 import json

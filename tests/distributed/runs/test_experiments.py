@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs that log to Weights & Biases, MLflow and Comet, without a server and a key: their stops, their resumes."""
 
 import json

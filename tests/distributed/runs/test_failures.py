@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user sees when a run cannot go on: one screen, exit status 2, and the name of what to look at."""
 
 import json

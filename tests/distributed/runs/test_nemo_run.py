@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks of NeMo-Run that the plugin changes: what it makes of a task, and ledgers of its local executor."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes of a job, without SLURM: each a process of this machine with the variables that srun would set."""
 
 import json

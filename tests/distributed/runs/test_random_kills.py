@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random kills, each followed by the same command at once: the run ends as if nothing had happened."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Megatron and Bridge have otherwise here: recomputation on a CPU, and who writes YAML."""
 
 import pytest

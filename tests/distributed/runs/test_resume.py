@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that was killed or stopped and goes on has the ledger of the run that was not."""
 
 import json

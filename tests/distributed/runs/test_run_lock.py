@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two launchers in one run directory: one trains, the other is refused and changes nothing. And runs that end early."""
 
 import os

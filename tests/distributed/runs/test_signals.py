@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals that come at a bad moment, and several at once: a run saves and stops, and its terminal stays clean."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi submit`: what is checked, what is written, what SLURM is handed, and what is left after a mistake.
 
 SLURM's commands are small programs on PATH; tests/slurm does the same on a real cluster.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi train` and `tpi compare`, end to end."""
 
 import json

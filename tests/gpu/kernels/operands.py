@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands on the GPU, of torch's own generator, which `conftest.py` starts anew before each test; and other work."""
 
 from collections.abc import Iterator

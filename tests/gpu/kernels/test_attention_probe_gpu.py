@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Core attention by shards of heads on this GPU: one result for every tp, and what a launch for all shards computes.
 
 With sinks, windows and both too.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the gated delta rule on one GPU: a shard's bits are its own, and the rule's to rounding."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands for Megatron's compiled functions has their bits, and no rank imports torch's compiler for them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the installed layers return to autograd for their weights: what the table says, before and after the patches.
 
 Linear and GroupedLinear run as they are. The fused grouped MLP needs a Blackwell GPU; the function in which it decides

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels on one GPU: the bits of a CPU; and what a rank with all shards computes is what ranks with some compute.
 
 The rows are in tests/kernel_table.py. What a CPU's controls show of a twin holds of its kernel, whose bits are equal.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts' kernels on one GPU: right, and no bit of a row or an expert depends on what lies beside it."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Mamba-2 mixer between its projections on one GPU: what a rank with all shards computes is what ranks have."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products on one GPU, by fixed tiles and by cuBLAS where the trial lets it: in bf16, in fp32, in FP8 of every kind.
 
 No bit depends on what lies beside a row or a column, or on where it lies. kernel_table.py compares FP8 with a CPU. Run

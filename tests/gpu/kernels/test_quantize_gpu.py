@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of FP8 products by Transformer Engine's kernels: all bits of the definition in products/quantize.py."""
 
 import pytest

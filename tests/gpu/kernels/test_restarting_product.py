@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The restarting product on a Hopper GPU: the bits of fixed tiles for each piece and of additions in tree order.
 
 Of bf16, and of FP8 by tensors and by blocks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public functions, of ledgers made by hand and of runs that nobody trains."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public names: imported late, typed, and the only ones that examples use."""
 
 import ast

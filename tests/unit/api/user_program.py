@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's program with every public name: test_names.py type-checks it, tests/distributed/api runs it."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What composing refuses: one table of families, with the name of the rule that refuses each setting.
 
 A family is a run, the settings that are refused in it, and neighbours of these that compose without a problem.

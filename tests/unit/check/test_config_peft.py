@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tpi takes of LoRA, what the invariant numerics cover of it, and the memory of a run with adapters."""
 
 import pytest

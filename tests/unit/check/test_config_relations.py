@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers out of their range, sizes that do not fit each other, keys that a run would replace: each is one problem.
 
 Every row trained, or ended in a traceback or an error of a library, before there was a rule.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that a run names and that are not there stand in one list with the settings that are wrong."""
 
 from pathlib import Path

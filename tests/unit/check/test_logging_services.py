@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`logging=wandb`, `mlflow` and `comet`: what a run needs for them, fills in and refuses, and the lines at its end."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine must have for a run: everything it lacks in one message, before anything is written."""
 
 import errno

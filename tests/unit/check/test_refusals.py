@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of refusals: each row is refused by its rules and by no other; the neighbours beside it compose."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Secrets are told by their values; a refusal names the key, and no message repeats the value."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is typed: numbers within sense, functions by name, settings that something reads. refusals.py has more rows."""
 
 import pydoc

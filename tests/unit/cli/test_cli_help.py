@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Help on a terminal of 80 columns: no line is longer, and no example is broken."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command as a whole: exit statuses, what an error looks like, and that nobody waits for torch in vain."""
 
 import errno

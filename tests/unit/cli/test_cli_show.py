@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi show`, `tpi models`, `tpi doctor`: for people on a terminal and, with --json, for machines."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi train` up to the point where Bridge would be imported: mistakes cost nothing and leave nothing."""
 
 import pytest

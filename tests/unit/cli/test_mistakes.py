@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes in commands that train: each is one message before Bridge would be imported, and leaves nothing."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong command lines, drawn by Hypothesis: each ends with status 2 and one message, and leaves nothing behind.
 
 They run in this process, where an import of Megatron-Bridge fails the test.

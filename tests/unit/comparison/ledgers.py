@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ledgers with digests and traces, whole or with one thing changed."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a tensor is from the reference's, and the shape of its error: recordings of two ranks made by hand."""
 
 import math

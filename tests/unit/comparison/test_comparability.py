@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tpi compare says of runs on different architectures, and of runs whose products have other definitions."""
 
 import itertools

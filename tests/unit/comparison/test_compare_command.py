@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi compare` of ledgers with digests: its lines, its JSON, and dumps beside it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparing digests: every kind of fault in one of two runs is detected, and named as what it is."""
 
 from dataclasses import replace

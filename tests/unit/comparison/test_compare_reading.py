@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading ledgers to compare them: in one pass that keeps no step, and whoever waits for long is told."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparing master weights, moments and clipped gradients, also with ledgers that have none."""
 
 from dataclasses import replace

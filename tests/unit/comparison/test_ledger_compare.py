@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparing ledgers: the first differing bit is found and named, and nothing else passes for identical."""
 
 import json

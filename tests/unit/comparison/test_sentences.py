@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What comparisons say, case by case: verdict, first difference and remarks, as the files of sentences/ have them.
 
 A case is a name and two ledgers. To change a sentence: `pytest --regen-all` on this file, then read the difference.

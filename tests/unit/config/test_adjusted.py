@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `numerics.adjust` sets right of a recipe: every row of the table, and that nothing else is touched."""
 
 import pytest

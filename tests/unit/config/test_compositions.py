@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A configuration is composed once a command, and what is composed is passed on."""
 
 import pytest

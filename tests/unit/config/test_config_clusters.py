@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters: what those that come with tpi say, a user's own tree, and a file that lies anywhere."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Composing a run: what ends up in the tree, which layer wins, and every mistake in one message."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said about models and configurations, for people and for Bridge's own command line."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interpolation cannot put a variable, a file or the clock into what a run writes: it is refused by its key."""
 
 import pytest

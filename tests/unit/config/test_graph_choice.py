@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cuda_graph=auto, the default: the first kind of CUDA graphs that a run allows, and the reason for none."""
 
 import pytest

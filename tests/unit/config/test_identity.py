@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What two comparable runs have in common: not the layout nor the code that computes, but all that decides a result."""
 
 import copy

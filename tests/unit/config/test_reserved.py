@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys that a command decides itself are refused by it, however they are spelt."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In which layouts a run may go on: those in which it would have had the same bits, and whose state can be read."""
 
 import pytest

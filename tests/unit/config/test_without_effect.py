@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of several spellings of a key the last counts, and defaults take what is legal."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Mamba layers' functions for a CPU: against the recurrence that they stand for, in fp64."""
 
 import itertools

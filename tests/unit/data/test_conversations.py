@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples for fine-tuning are checked, each line of them, before ranks start."""
 
 import json

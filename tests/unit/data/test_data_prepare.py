@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text becomes an indexed dataset whose documents are the text's bytes and eod, whole or not at all."""
 
 import gzip

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequences to score as they are read, and how they share forward passes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line as typer has it: which commands and options there are, and how a line is parsed."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documents of the repository, as the guards against drift read them: code, spans, tables and links."""
 
 import re

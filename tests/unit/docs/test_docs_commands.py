@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command line in the documents is one that `tpi` takes, and its overrides make a run."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys and groups: each that the documents name exists, and each of our own is documented."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What documents and docstrings say is so: files, headings, exit statuses, keys of the ledger, versions."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documents can be searched: terms of the field, and every environment variable that the product reads."""
 
 import ast

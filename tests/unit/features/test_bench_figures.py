@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi bench` without a training: its turns, what a mode's overrides are, and the figures of finished turns."""
 
 import json

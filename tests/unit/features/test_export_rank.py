@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What export reads of a checkpoint and how it writes files. On a CPU no layer of a model has an extra state."""
 
 import json

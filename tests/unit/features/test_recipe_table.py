@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the messages of refusals come to in `tpi show --fix`, and the counts of `scripts/recipe-table`."""
 
 import runpy

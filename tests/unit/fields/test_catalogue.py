@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The catalogue: every row accepts what it names and refuses the rest, with the key and its values."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Submitted runs, and a SLURM that a test tells what to say."""
 
 import json

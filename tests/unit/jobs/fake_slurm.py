@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SLURM's commands played by scripts on PATH, and a submission with what its jobs would write.
 
 Each call of squeue is a scene: its rows, and before them whatever changes in the run directory meanwhile. The last

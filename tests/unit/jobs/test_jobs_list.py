@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi jobs`, and `tpi cancel`."""
 
 import json

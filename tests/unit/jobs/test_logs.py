@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi logs`: what is shown, and how it is followed."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SLURM's commands as functions: what they are asked, what is read out of their answers, what their mistakes become.
 
 The commands are small programs on PATH that answer as SLURM 22.05 does.

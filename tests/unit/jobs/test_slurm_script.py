@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts of jobs: their text byte by byte, and what they do when bash runs them.
 
 tests/slurm/expected holds one script of every kind. After a change that is meant, `pytest --force-regen` on this file

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What state a job is in, out of what SLURM, accounting and the run directory say."""
 
 import json

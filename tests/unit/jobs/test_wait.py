@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi wait`: when it ends, and with which status."""
 
 import json

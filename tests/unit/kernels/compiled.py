@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels compiled for a GPU that this machine does not have."""
 
 from typing import Any

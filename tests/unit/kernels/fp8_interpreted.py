@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of FP8 products on CPU tensors, with every bit: for a process that Triton's interpreter runs in.
 
 Its `tl.dot` becomes the accumulator of products/fp8_tiles.py. Where the kernel asks for that every 128 products, the

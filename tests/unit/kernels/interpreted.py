@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels on CPU tensors: a process that Triton's interpreter runs in, which it decides at its import.
 
     TRITON_INTERPRET=1 python -m tests.unit.kernels.interpreted KERNEL…

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated delta rule in chunks is the rule token by token, forward and backward, to the rounding of fp32."""
 
 import pytest

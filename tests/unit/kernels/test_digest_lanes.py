@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digest lanes: what they are, that parts add up to the whole, and that every difference shows."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that Triton's interpreter cannot run are at least compiled, for Hopper and Blackwell, without a GPU. The
 binary of the restarting product, compiled for sm_90 without a GPU: what it computes, and what it takes.
 """

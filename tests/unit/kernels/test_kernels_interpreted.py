@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels without a GPU. One process runs all of `interpreted.py`, since importing Triton takes longest."""
 
 import functools

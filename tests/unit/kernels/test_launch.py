@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches through the C function of Triton's launcher have the arguments that Triton itself gives it.
 
 Grids of the Triton kernels for long sequences. CUDA starts 65,535 programs along y and z, and 2^31 - 1 along x.

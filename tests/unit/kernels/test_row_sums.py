@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels' forms for a CPU: sums of rows, rows added to a sum, the experts' activation, and parts of all operands."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that hang, die without a word, or are only slow: real processes under the launcher, that train nothing."""
 
 import multiprocessing

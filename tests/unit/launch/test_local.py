@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run on one machine shows to others: nothing."""
 
 from pathlib import Path

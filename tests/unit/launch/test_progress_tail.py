@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The progress file as it grows: half a line is nothing yet, and a line of another kind is not dropped in silence."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a request to stop becomes stronger."""
 
 import functools

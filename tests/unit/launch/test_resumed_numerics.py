@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of earlier versions say numerics=stock of what is numerics=deterministic now."""
 
 import pytest

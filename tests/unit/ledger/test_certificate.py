@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Certificates: whole or refused, the same bytes for the same run, and read as a ledger wherever one is."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests as text: what they depend on, groups, and the order of parameters."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps: written by ranks, read back whole; how far two tensors are apart; damaged and missing files."""
 
 import math

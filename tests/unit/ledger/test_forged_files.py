@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that come from elsewhere, forged in every place: reading them succeeds or raises one TpiError, nothing else.
 
 The table of mutations is the same for every kind of file, and every value of a file is forged in turn.

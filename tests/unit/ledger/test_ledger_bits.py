@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact text of floats: every pattern survives, nothing is rounded, order and distance are those of the numbers."""
 
 import math

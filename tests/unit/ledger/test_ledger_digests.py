@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests, traces and disagreeing replicas in a ledger's lines: read back as written, and any altered digit refused."""
 
 import json

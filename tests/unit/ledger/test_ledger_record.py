@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ledger file: what is written is read back, damage is refused by line, and a resumed run leaves no trace."""
 
 import json

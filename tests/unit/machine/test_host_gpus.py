@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which GPUs a process may use, with a driver that only pretends."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a node takes from SLURM's variables, and which tries count."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a configuration asks for in low precision, and what a run says of it."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever depends on the mode of numerics asks its value: no module compares a mode's name."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over ranks: whether parts are the whole of a tensor, whether replicas agree, and who holds what. Where a rank's
 part of a parameter lies: any cut of a tensor, described as Megatron does, covers it exactly once. The last bit
 moved at random.

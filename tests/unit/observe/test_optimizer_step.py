@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one wrapper of `optimizer.step`: its order, and that it is there for the length of a training only."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a tensor, cut as Megatron cuts them, have the digest of the whole, whatever the layout."""
 
 import itertools

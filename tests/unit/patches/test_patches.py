@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A patch applies to the code that needs it and to no other, and leaves nothing behind."""
 
 import dataclasses

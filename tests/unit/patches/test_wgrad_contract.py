@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No layer gives autograd a gradient that is already in main_grad, and none that is not there yet."""
 
 import re

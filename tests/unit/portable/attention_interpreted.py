@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention for GPUs on CPU tensors against its form for a CPU: for a process that Triton's interpreter runs in.
 
 The interpreter cannot multiply bf16. Here its `tl.dot` is the sum of tensor_core_sum.py, which goes on from the

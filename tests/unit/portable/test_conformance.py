@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi conformance`: a GPU that adds in another way, and files that are no recordings. tpi conformance --script: the
 file that it writes, run as on another machine, and the JSON that --check reads.
 """

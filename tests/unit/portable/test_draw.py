@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws of tokens: the CPU's loops against the definition, the distribution, and transformers' filters."""
 
 import math

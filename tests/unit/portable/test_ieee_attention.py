@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in stated arithmetic: the compiled form against its definition in numpy, and against fp64. Attention to
 cached keys: a row has the bits of the whole pass, wherever its keys lie; another order has others.
 """

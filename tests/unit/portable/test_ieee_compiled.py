@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Triton makes of the portable kernels for Hopper and Blackwell, without a GPU: every fp32 operation rounds once.
 
 PTX spells a rounded operation `add.rn.f32`; ptxas may contract an `add.f32`. `.approx` and `.ftz` are other operations.

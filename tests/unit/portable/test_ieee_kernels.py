@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The portable kernels on a CPU against their definitions in numpy, an operation at a time; every bit is compared.
 
 Each control computes a definition in another way that is usual elsewhere: with an FMA, or in another order.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """exp, log, sigmoid and rsqrt in fp32, and sin and cos of tables: their errors, and one result for every compiler."""
 
 import math

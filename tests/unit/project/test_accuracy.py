@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/accuracy`: a tree is as near to the fp64 reference as stock, and the script would say so if it were not."""
 
 import importlib.util

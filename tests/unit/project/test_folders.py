@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No folder is a drawer, and a unit test stands in the folder of its room."""
 
 from collections import Counter

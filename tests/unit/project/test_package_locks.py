@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/lock holds what pyproject.toml asks for, and scripts/nvcc compiles it for the GPUs that are named."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ledger's `instructions` are those that oneDNN itself reports, with and without the caps of the environment."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulations of many ranks and many nodes, at a small size.
 
 Those of ranks have assertions of their own, which fail if a part is lost or the sums miss it.

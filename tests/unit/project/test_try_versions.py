@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/try-versions refuses what Megatron-Bridge's metadata excludes, and what it checks with is there."""
 
 import importlib.machinery

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files for GitHub parse, and each workflow says in its head what has not been run."""
 
 from pathlib import Path

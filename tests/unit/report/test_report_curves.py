@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Curves of a report lose no extreme, however many steps there are."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi report`: one file that asks nothing of the network, escapes what it shows, and is the same bytes each time."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which checkpoints can be trusted: finished, whole, unaltered; and the rest is out of the way."""
 
 import os

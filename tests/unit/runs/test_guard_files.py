@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a guard: evidence, read whole or refused; what is not trusted, settled once; the exclusion of nodes."""
 
 import math

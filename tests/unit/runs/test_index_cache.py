@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manifest of a run's index cache: what a killed or damaged attempt leaves is built again, with the same bytes."""
 
 import json

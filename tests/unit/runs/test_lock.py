@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One launcher at a time in a run directory: who is refused, and whose lock is stale."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `tpi train` says at its end."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run directory is never overwritten, and each of its files is whole or not there."""
 
 import errno

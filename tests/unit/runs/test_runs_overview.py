@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi runs` and what a run's end says, from run directories without a training."""
 
 import errno

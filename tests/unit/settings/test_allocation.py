@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many nodes a run takes, and why a job of it is not submitted."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One value against one type hint: what fits is converted, what does not is refused in words."""
 
 # ruff: noqa: UP007, UP045 -- Optional[X] and X | None are different objects, and Bridge uses both

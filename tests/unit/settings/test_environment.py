@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of environment variables: set, kept where as good, refused where the bits would change, recorded."""
 
 import os

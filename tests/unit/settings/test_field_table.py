@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of Bridge's fields: it answers without Bridge, counts only for the Bridge it came from, may be missing."""
 
 import dataclasses

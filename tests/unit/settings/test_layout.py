@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of a parallel layout: exactly what divides is accepted, and every message says what would be."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shipped table of `tpi models` is what the models compose to. Sizes of a model have names."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dead ends of people who come from Megatron-LM or type a first command: each message says how to go on."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The estimate of a run's memory: against measured peaks, against counts by hand, and in how it follows the layout."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that cannot fit the memory of its GPUs or of its node is refused with the figures, before anything starts."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`recipe=…`: its three forms, and what is said of each that names nothing. Megatron-Bridge is not imported."""
 
 import sys

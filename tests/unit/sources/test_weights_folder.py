@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weights=FOLDER`: what is read of a folder, its digest, and every folder that is refused, with the key to change."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The user's cache: kept answers, stamps of their sources, and Python's bytecode."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages and torch.compile that wait to be used, shown with a small package; whole: test_lazy_bridge_whole.py."""
 
 import subprocess

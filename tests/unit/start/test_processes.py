@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forked processes use a GPU or are not forked, and end with what started them."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stand-in for Apex's extension adds a weight's gradient in place."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stream that hashes what it passes on: the hash is that of the file, or there is none."""
 
 import io

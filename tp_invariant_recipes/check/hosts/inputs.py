@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files that a run reads: weights, a checkpoint, text, examples. All that is wrong with them, in one list."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a job must say to get its nodes, and what its nodes must have: one row a rule."""
 
 import os

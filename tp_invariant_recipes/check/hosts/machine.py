@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks, before anything is written, that this machine has what a run needs."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limits of FP8 products under invariant numerics: which recipes, which models, and borders of shards.
 
 A block of numbers that share a scale has 128, so blockwise every part of a sum that a layout may cut is a multiple of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limits of the invariant numerics."""
 
 from functools import partial

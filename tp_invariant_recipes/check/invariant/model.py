@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the invariant modes cover of a model: latents, tokens ahead, gated delta nets, families, norms and experts."""
 
 from functools import partial

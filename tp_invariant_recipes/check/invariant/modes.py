@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What single modes and CUDA graphs cover."""
 
 import os

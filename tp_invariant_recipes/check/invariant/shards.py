@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shards of the invariant numerics: V of the model, D of the batch, C of a sequence, X of experts' gradients."""
 
 import math

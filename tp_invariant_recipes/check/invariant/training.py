@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the invariant modes cover of how a model is trained: Muon, examples, packed sequences, adapters."""
 
 import math

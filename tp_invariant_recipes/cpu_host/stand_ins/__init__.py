@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a machine without Transformer Engine, mamba-ssm or Apex has in their place."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers in plain torch for a CPU, where Megatron takes Transformer Engine, Apex or flash-linear-attention.
 
 The rule of the gated delta net itself is Megatron-Core's own torch function, `torch_chunk_gated_delta_rule`.

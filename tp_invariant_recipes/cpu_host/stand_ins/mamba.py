@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions of mamba_ssm and causal_conv1d that Megatron's Mamba mixer needs, in plain torch, for a CPU.
 
 The libraries' kernels are CUDA and Triton. The functions here take the same arguments, compute in fp32 and round once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's Adam in Megatron's optimizers, also in the distributed one: where Transformer Engine's cannot run, or is not
 wanted, since a library defines its arithmetic.
 """

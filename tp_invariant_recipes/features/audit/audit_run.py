@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The audits of a campaign, several at a time, each in a process that starts ranks of its own."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit MODEL --all`: audit the layouts and options that a model allows, in configurations that cover each pair
 once."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings that a campaign combines, and the configuration of a configuration of them."""
 
 import math

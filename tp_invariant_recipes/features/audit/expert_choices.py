@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which experts the tokens of a step go to, in an audit.
 
 Where two experts are almost equally good for a token, rounding alone may choose the other one, and all that follows is

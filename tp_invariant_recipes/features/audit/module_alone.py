@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer of Megatron-Core over several ranks and on one, from the same weights and inputs. It needs nothing else.
 
 torchrun --standalone --nproc-per-node=RANKS SCRIPT

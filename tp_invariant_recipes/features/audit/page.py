@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of an audit: the verdict, a figure of all tensors in the order of data flow, and a table of them."""
 
 from collections.abc import Sequence

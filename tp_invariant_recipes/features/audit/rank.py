@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of an audit: the audited run, or the reference and its dithered repetitions in this one process."""
 
 import gc

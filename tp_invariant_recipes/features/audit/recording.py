@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback that writes down what a training computed, for an audit: one file a rank and step (ledger/dumps.py).
 
 weights/PARAMETER        before the first step, of a run that is not dithered

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference of an audit: what of a configuration must not matter, set to the simplest there is."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an audit found, and what a campaign of audits found."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit --resume-at K`: save at a step, load in a second process, and compare every state and step bit for bit."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback that writes down a training's state before a step, and what later steps read and route (resume.py)."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an audit of a resume found: states that were not restored, and the steps that they change."""
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit --all --script`: a program of Megatron-Core alone that shows a fault, where a layer by itself has it."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi audit`: train a configuration and a simple reference, and judge every tensor by what rounding does there."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute a traced and dumped step of one module again, on a CPU, for `tpi check` and `tpi bisect --referee`.
 
 The run has dumped the module's input, the gradient that arrives at its output, its weight before the step, and what it

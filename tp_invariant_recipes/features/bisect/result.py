@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `tpi bisect` found: the first tensor that differs in two traces of a step, and the verdict about it."""
 
 import shlex

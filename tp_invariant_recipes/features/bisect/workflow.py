@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi bisect`: two runs differ at a step; train that step again with traces, and name the operation.
 
 Both runs train again from their last checkpoint before the step, or from the start, and stop after it. That step traces

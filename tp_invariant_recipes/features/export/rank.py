@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that turns a checkpoint of a run into the files of a Hugging Face folder, on the CPU."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi export`: a checkpoint of a run as a Hugging Face folder."""
 
 import json

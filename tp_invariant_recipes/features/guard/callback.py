@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback of guard=GEMMs and guard=shadow: four nets around a step, and the end of a run that has a corrupted
 value.
 

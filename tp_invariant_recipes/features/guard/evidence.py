@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judge the evidence of a guard on this machine, for `tpi check EVIDENCE` (docs/guard.md)."""
 
 from collections.abc import Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what nets have copied to the message that ends a run, and the files that it leaves (runs/checkpoints.py).
 
 A thread compares while the run goes on. A case waits for the GPU's work that was launched before it was submitted, on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies in memory, by digests, some tensors in turn.
 
 Weights after the optimizer's all-gather are equal on all replicas. Between two steps nobody writes weights and state.

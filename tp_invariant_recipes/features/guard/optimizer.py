@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer: some elements of a step of Adam computed again.
 
 A step of numerics=portable is specified to the last bit (portable/ieee/adam.py), so the host computes a GPU's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shadow steps: a replica computes a data shard of another one, rank by rank, before its own passes.
 
     replica 0                   replica 1

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scores and rollouts share: the model of a source, its ranks, and files that grow."""

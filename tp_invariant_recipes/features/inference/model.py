@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of a forward pass: a run's checkpoint or a Hugging Face folder, in any layout, planned as a training."""
 
 import json

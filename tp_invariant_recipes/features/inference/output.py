@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OUT, a file that a command writes in OUT.partial until it is whole, and OUT.meta.json: what decides its lines.
 
 A line is a sequence, in the order of the input:

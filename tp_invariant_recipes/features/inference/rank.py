@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of `tpi score` and `tpi generate`: the model with a checkpoint's weights, without a training."""
 
 from collections.abc import Iterable, Iterator

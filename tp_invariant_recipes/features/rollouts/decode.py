@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pass: rows of tokens through the model, and the draws that follow from its last hidden states.
 
 The model's own layers compute it (portable/cached_pass.py). Rows of numerics=portable are independent of the rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sample completions with a model of Megatron's under numerics=portable, by its own layers and with its own bits.
 
 A completion's tokens, log-probabilities, ranks and digests depend on the weights and its request alone: not on the

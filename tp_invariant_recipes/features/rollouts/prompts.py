@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests as JSONL, one object a line, and fields of `Sampling` as they are typed.
 
     {"prompt": "2 + 3 ="}                        text or token ids, with the special tokens that the tokenizer adds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rollouts are asked for and what they return. Names and defaults of `Sampling` are those of transformers'
 `generate`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rows the next pass computes: prompts in chunks, then a token of each sequence. No choice here changes a bit.
 
 A sequence waits, runs, and ends. Running ones have blocks for all their tokens. Where a block lacks, the sequence that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi generate`: completions of the requests of a file, by a run's checkpoint or a Hugging Face folder.
 
 While it runs, OUT.partial is a directory with the completions that have ended, the ranks' logs, and what is generated

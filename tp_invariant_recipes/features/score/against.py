@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi score --against`: an engine's log-probabilities beside the scores, as figures and JSON."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far an engine's log-probabilities are from the reference's, and what the differences look like.
 
 d = engine - reference, of a token that the engine drew. Mean KL of engine and reference, as Schulman estimates it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probabilities that an engine or trainer returned, as JSONL: one object a sequence, in the fields of its program.
 
     tpi score   id, token_ids, logprobs                                            features/inference/output.py

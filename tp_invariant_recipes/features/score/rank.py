@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of `tpi score`: the model with a checkpoint's weights, forward passes, and rank 0 writes the lines."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OUT.vocab.npy: log-probabilities of the whole vocabulary, float32 [scored tokens, vocabulary], in the order of OUT.
 
 A digest tells that two rows differ. How many entries differ only the entries tell: 4 bytes each, 600 KB a token of

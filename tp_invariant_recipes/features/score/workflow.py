@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi score`: log-probabilities of sequences from a run's checkpoint or a Hugging Face folder.
 
 While it runs, OUT.partial is a directory with the lines so far, the ranks' logs, and what is scored (`score.json`). The

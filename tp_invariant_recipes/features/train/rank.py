@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a training: its callbacks, composed."""
 
 from collections.abc import Callable, Sequence

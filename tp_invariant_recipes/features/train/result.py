@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `tpi train` would do, and what it did."""
 
 from collections.abc import Iterator

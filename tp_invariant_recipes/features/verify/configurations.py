@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configurations of a sweep, composed and planned, and the problems of all of them in one list."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verdict on the finished runs of a sweep. It needs only their directories: no Bridge, no GPU."""
 
 import os

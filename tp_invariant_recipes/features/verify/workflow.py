@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi verify`: plan the configurations of a sweep, train them in turn, judge the ledgers."""
 
 import signal

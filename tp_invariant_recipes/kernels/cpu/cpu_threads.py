@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops of this package on the processors of a CPU rank. The number of threads changes no bit of them.
 
 Libraries are held to one thread (settings/environment.py), since it decides how they cut their sums. Threads of Python

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The products of kernels/gemm/fp8_tiles.py on a CPU, compiled with numba as kernels/cpu/tensor_core_cpu.py is.
 
 WIDE columns of a row are done together. An FP8 product is exact in fp32, and so is it times 2 ** (KEPT_BITS - top),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The initial weights of numerics/megatron/init.py on a CPU, compiled with numba: its operations, number by number."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops over arrays that numba compiles once a machine, and again when a source of theirs has changed."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sum of kernels/gemm/segmented_k_gemm.py on a CPU, compiled with numba.
 
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of the sum of kernels/gemm/segmented_k_gemm.py for LANES columns of a row at once, in LLVM's vectors.
 
 A numba loop leaves it to LLVM how many columns a vector holds and how many vectors are computed side by side. Here both

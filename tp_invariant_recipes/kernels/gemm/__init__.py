@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of matrices: definitions, tiles, and the formats of their operands."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products of one fixed tile: the bits of out[i, j] depend only on a[i, :], b[:, j] and k.
 
 The Triton program of a tile of `out` always runs the same instructions on the same shapes, over k in order. Rows and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The products of kernels/gemm/fp8_tiles.py in Triton, by one fixed tile: of two matrices, and of experts' rows.
 
 As in kernels/gemm/fixed_tile_gemm.py a program computes one tile of `out`, always with the same instructions

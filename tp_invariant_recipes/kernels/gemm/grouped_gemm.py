@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of the rows of many experts, each with its expert's weight, in one launch.
 
 As in kernels/gemm/fixed_tile_gemm.py one program computes one tile, always with the same instructions over k in

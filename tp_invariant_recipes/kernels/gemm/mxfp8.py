@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A bf16 matrix rounded to MXFP8: a bf16 matrix of the numbers that MXFP8's codes and scales stand for.
 
     amax    the largest magnitude of 32 neighbours; a NaN is none

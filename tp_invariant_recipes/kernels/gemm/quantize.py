@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A matrix becomes FP8: largest magnitude, scale and cast, as Transformer Engine 2.20 computes them.
 
     amax    the largest magnitude of what shares a scale; a NaN is none

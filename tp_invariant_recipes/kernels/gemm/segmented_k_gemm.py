@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sum of several shards in one launch: a product that restarts its accumulator at every border between them.
 
     out = (p0 + p1) + (p2 + p3),  p_i = a[:, piece i] @ b[piece i, :]

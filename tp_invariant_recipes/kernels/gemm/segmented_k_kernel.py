@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of kernels/gemm/segmented_k_gemm.py, in Gluon, Triton's language for explicit layouts.
 
 `tl.dot` leaves no room for sums in shared memory. One warp copies tiles of a and b there (TMA). Two groups of four

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's part of a sum over a sharded dimension, on a GPU: the nodes of the tree that its shards make.
 
     restarting   kernels/gemm/segmented_k_gemm.py: up to four GEMMs and their sums in one launch, where that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix GEMMs of virtual shards on a CPU: all shards in one call, where that keeps the bits of each.
 
 By definition (numerics/gemm/gemm.py) every shard is a GEMM of its own, on operands without gaps. MKL gives a

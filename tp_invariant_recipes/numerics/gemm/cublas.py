@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cuBLAS's GEMMs, and an exactness check that tells whether one has the bits of a definition on the GPU at hand.
 
 cuBLAS chooses an algorithm by shapes, strides, dtypes, alignment and torch's settings; `kind` holds all of these. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of FP8 matrices, `fp8 tiles 1` (kernels/gemm/fp8_tiles.py), by whatever computes them on a device.
 
 A row's and a column's bits do not depend on how many lie beside it, so shards of rows and columns may share a call. A

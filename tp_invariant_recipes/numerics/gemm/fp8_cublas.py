@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cuBLAS's FP8 products, and the exactness check that tells whether one has the bits of fixed-tile GEMMs on the GPU at
 hand.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix GEMMs of numerics=tree.
 
 On a GPU a GEMM walks k in order (numerics/gemm/defined.py): a row's and a column's bits do not depend on how

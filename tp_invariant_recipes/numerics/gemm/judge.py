@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes a sampled GEMM again, on a CPU, and counts the bits that differ (docs/guard.md)."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the operands of a GEMM are cut into shards, and laid out for a GEMM of one shard."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands on which another order of additions shows: every exact result is 0, so an output holds nothing but rounding.
 
     a @ b = [X, X] @ [Y; -Y], with the columns of a and the rows of b permuted alike

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of FP8 products, by Transformer Engine's kernels on a GPU that has them, else as quantize.py states.
 
 Both have the same bits (tests/gpu/kernels/test_quantize_gpu.py). Nothing here waits for the GPU: amax, its maximum over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Live operands and results of a few GEMMs of a step, for a guard that computes them again (docs/guard.md).
 
 A GEMM calls `begin` before it computes, and `end` of what that returns: None for all but the few that are chosen.

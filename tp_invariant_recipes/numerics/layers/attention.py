@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Core attention on the heads of one virtual shard.
 
 Attention is *defined* shard by shard: a backend's result for the heads and query groups of one shard alone, on dense

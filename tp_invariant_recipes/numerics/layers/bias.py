@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Biases of invariant linear layers. The layer adds its bias itself, since a later addition would sum the gradient."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy of logits whose vocabulary is divided among the ranks; its one inexact sum is a tree sum of V partials.
 
 It keeps only the logits and their gradient; the backward pass computes the exponentials again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated delta rule of one virtual shard (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", ICLR 2025).
 
 Per head, with unit keys and queries, a state S [key, value] that begins with zeros, a decay g < 0 and a strength β:

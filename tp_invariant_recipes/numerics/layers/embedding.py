@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedding's lookups, and the gradient of its weight: one order of additions for every tp and pp.
 
 A row of the weight gradient is the sum of its tokens' gradients, one after the other in fp32: the micro-batches in

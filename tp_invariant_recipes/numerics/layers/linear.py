@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Column- and row-parallel GEMMs whose every sum over a sharded dimension is a tree over virtual shards.
 
 A rank's rows of a column-parallel weight are segments (gate, up), each split into shards:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a Mamba-2 mixer between its two projections, on this rank's V/t virtual shards.
 
 A shard consists of whole groups of heads. These parts are local to a shard, so each shard is computed alone, with the

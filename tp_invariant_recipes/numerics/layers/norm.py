@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm and LayerNorm: each row's result is independent of the other rows; weight gradients are tree sums."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common base of the invariant layers on Megatron-Core's local layers and on its Transformer Engine wrappers.
 
 A layer keeps the parameters, names and checkpoints of the class it replaces; only `forward` is ours. V is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers that the invariant numerics adapt (adapters.py), by how tensor parallelism splits them.
 
 It splits a layer's rows or its columns, or every rank holds the layer whole. The check of a configuration reads the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sequences of a step, and the data-parallel rank that computes each: consecutive ones, in order.
 
 A step has B sequences, numbered as the data set has them. Data shard d of D has those from d · B/D on, and rank r of dp

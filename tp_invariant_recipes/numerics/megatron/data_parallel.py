@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's DistributedDataParallel with one order of additions for every number of data-parallel ranks.
 
 A step's gradient is a tree over C context shards (numerics/sums/data_shards.py), and each of these a tree over D

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA of experts: Bridge's two kinds of adapters with invariant sums (numerics/layers/experts/expert_adapters.py).
 
     peft.share_expert_adapters    A and B of a layer's fc1 or fc2                           reduced as

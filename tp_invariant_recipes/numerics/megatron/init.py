@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Initial weights that depend only on the seed, the parameter's name and the element's place in the whole tensor.
 
     (seed, name, row, column) --Philox4x32-10--> 52 bits --> uniform in (0, 1) --AS241--> normal

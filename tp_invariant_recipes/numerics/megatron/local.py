@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's local layers with invariant sums."""
 
 from collections.abc import Callable

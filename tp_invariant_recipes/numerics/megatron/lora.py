@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA (Hu et al. 2021, arXiv 2106.09685): Bridge's adapters with invariant sums, and how their weights begin.
 
 An adapter adds x A^T B^T · alpha/dim to the output of a frozen linear layer; A is [dim, k], B is [n, dim]. One of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MTP: Megatron's layers for the tokens after the next one, with invariant sums.
 
 The last pipeline stage has these layers, a copy of the embedding, and the output layer, which all depths use. So a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon whose bits do not depend on the layout: Megatron's Newton-Schulz steps on whole matrices, in one order of rows.
 
     fc1 at tp=1     [ gate 0 | gate 1 | up 0 | up 1 ]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the invariant modes replace of Megatron and Bridge: one row a class or function that has no seam.
 
 A row that names settings is the path from the configuration to the code: search for `data_shards` or `grad_norm`.

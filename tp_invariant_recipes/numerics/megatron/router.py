@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's top-k router with invariant sums over tokens: the weight gradient, the load-balancing loss, the z-loss.
 
 Everything else is row by row. Expert capacity counts a virtual shard's tokens, as Megatron does on V ranks.

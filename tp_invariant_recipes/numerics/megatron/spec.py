@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The invariant layer for each stock layer, and Bridge's block specification of them."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's own Linear and LayerNormLinear, as programs without Megatron-Core's wrappers use them.
 
     parallel_mode      forward here                                    its definition

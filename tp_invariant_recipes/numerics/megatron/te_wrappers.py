@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's Transformer Engine wrappers with invariant sums. The import needs Transformer Engine."""
 
 import os

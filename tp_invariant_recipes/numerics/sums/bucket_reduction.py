@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of gradients over data-parallel ranks: collectives move bytes, and one tree adds.
 
 With n ranks, each has a partial; rank r gets slice r of every rank's partial and adds them in rank order, neighbours

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of D virtual data shards on one data-parallel rank: a tree, whatever the number of ranks.
 
 A step's gradient is a tree over D shards, neighbours first. Each shard is the sum of its sequences' gradients, one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert groups: the order in which the gradients of experts are added, whichever ranks share their tokens.
 
 The gradient of an expert's weight, bias or own adapter is a tree over X groups. Each group is one sum, term by term:

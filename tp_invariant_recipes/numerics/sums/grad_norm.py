@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exact 2-norm of all gradients, with the same bits for any sharding, bucketing, order or DP layout.
 
 A fp32 number is m · 2^x with an integer m, |m| < 2^24. With X the largest x of all gradients on all ranks,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The virtual mesh: V shards in a fixed order, spread over t ranks. Each rank owns consecutive shards."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of a step that are logged (loss, token counts, router statistics): summed by the tree that sums gradients.
 
 Each micro-batch has a value, or one for each context shard (numerics/sums/data_shards.py) or for each sequence of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums and gathers over tensor-parallel ranks of one host through symmetric memory (torch's symmetric memory).
 
 Copy engines push a rank's slices of its node into its peers' inboxes while a GEMM computes the next slice, or other

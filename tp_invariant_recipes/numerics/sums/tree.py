@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tree sums across ranks: V partials, neighbours added level by level in fp32, one rounding at the root.
 
 A rank's shards are a subtree: it adds them, sends one node, and the receiver finishes the same tree. Collectives only

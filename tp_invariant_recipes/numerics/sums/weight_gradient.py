@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute a weight gradient for autograd, or directly into Megatron's fp32 buffer.
 
 A rank that holds the tokens of several context shards (numerics/sums/data_shards.py) has a gradient of each: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback that takes digests of all gradients, weights and moments, whatever the layout.
 
 Once, before the first step, the ranks tell each other what they hold; parts with one place are replicas. Then a step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of all ranks from the sums of each: one all-reduce for several kinds of tensor together."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of one kind of tensor: which parts the ranks hold, and the sums of the lanes of this rank's parts."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adam in stated IEEE fp32 arithmetic: a CPU and every GPU give the same bits.
 
     g      = gradient (+ weight_decay p,                           if the decay is not decoupled)

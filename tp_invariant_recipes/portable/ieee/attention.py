@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal attention in stated arithmetic, with the same bits on every machine; grouped queries; bf16.
 
 `product` is the sum of kernels/gemm/segmented_k_gemm.py; everything else is IEEE fp32, one rounding an operation,

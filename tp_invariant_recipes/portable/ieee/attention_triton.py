@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention of portable/ieee/attention.py for GPUs, without atomics: the bits of its form for a CPU.
 
 `tl.dot` on a tensor core is the sum of kernels/gemm/segmented_k_gemm.py, if the accumulator is its third argument

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal attention of new rows to keys in a cache of blocks: the sums of portable/ieee/attention.py, row by row.
 
 A sequence's table names its blocks in the order of positions: the key of position j lies in slot

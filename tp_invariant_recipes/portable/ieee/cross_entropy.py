@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy in stated IEEE fp32 arithmetic: a CPU and every GPU give the same bits. Interface of cross_entropy.py.
 
     e         = exp(logit - highest)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw tokens by their log-probabilities in stated integer and IEEE fp32 arithmetic: every machine draws the same ones.
 
     order    of tokens: by log-probability, the greatest first, then by token id

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """exp, exp2, log, sigmoid and rsqrt in IEEE fp32: every operation is rounded once, and only exp2 has fused ones.
 
 So a CPU, a Hopper and a Blackwell give the same bits, as no library's functions do. The largest errors found, in ULP of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm in stated IEEE fp32 arithmetic: a CPU and every GPU give the same bits. Interface and shards of rms_norm.py.
 
     s      = rsqrt(sum(x²) / d + eps)              every sum over d is a fold (ieee_sums.py)

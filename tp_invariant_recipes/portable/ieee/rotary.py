@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary positions in stated IEEE arithmetic: a CPU and every GPU give the same bits.
 
 The tables are made once, on the CPU, in fp64, and rounded to fp32:

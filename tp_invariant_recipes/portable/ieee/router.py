@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router of experts in stated IEEE fp32 arithmetic: a CPU and every GPU give the same bits.
 
 order     an expert is before another one with a smaller logit, and of equal logits the lower number is first

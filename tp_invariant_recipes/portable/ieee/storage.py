@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of tensors as the portable kernels read and write them: bf16 as bits in int16, or fp32.
 
 A GPU rounds to bf16 in one instruction, whose NaN is 7fff. In Triton's interpreter, which has another NaN, and in numba

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU in stated IEEE fp32 arithmetic, and times an expert's probability: a CPU and every GPU give the same bits.
 
 c      = sigmoid(gate)                  every operation in fp32, rounded once (ieee_math.py)

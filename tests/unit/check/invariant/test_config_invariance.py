@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `numerics=tree` covers, and that everything else is refused before it starts, with the key to change."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is covered of a model, beside the rows of refusals.py: gated delta nets, latents, experts, packed rows."""
 
 import math

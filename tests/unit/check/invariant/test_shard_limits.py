@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What V, D, C and X may be."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of `tpi audit`: cells that cover each pair of settings once, its processes, the reference that it plans."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which state a resume has lost: every kind lost once, as a verdict names it, and a resume that is whole."""
 
 import random

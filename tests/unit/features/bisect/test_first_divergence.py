@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of two traced runs that part: which module and operation it is said to be, and what is written out of it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi bisect --referee`: who is right, by repetition first, then by a CPU that computes the operation."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank a shadow step names, by what was unlike: pairs of replicas made by hand."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rollouts refuse, by name and with its key: configurations, models and sizes. How ranks share requests."""
 
 from contextlib import nullcontext

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of rollouts: values of `Sampling`, JSONL in and out, and what is refused."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule of rollouts against a model of a cache that notes what each slot holds."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of vLLM, SGLang, verl and NeMo-RL as their documents have them, and what differences are called."""
 
 import dataclasses

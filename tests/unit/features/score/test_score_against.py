@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi score --against` says what it did not compare and refuses what it cannot assign; a changed OUT is refused."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi score --vocab`: which rows and columns a rank writes, and what a comparison counts."""
 
 import json

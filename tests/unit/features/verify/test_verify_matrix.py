@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi verify` without a training: which cells a command line means, what is refused, what finished runs say."""
 
 import json

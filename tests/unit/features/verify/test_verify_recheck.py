@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tpi verify --exitfirst` and `--last-failed` without a training: which cells are trained, and which are kept."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The product of fixed tiles: its plain torch, and what its kernel is compiled to. `interpreted.py` runs the kernel.
 Tiles of grouped rows: each of one group, all rows in some tile; and those of a CUDA graph, which knows no sizes.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fp8 tiles 1`: its definition against bits that cuBLAS gave on Hopper, the compiled form against both. FP8 products
 of shards, tokens and experts on a CPU, their refusals, and the trial that lets cuBLAS compute them.
 """

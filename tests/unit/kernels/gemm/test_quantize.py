@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kernels/gemm/quantize.py against a search for the nearest number and exact fractions. The definition of rounding to
 MXFP8 against exact arithmetic: rational numbers and the types' own codes.
 """

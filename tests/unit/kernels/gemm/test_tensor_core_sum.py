@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sum of a tensor core: its definition against bits that an H200 gave, the compiled form against the definition.
 
 Our sum against models of GPUs by others: MMA-Sim (arXiv 2511.10909, MIT licence), which they validated on hardware.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sum over a rank's shards: several products in one launch have the bits of one by one, or are refused.
 
 The kernel itself runs on GPUs only (tests/gpu/kernels/test_restarting_product.py). Here products of fixed tiles stand

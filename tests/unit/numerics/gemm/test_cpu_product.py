@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of shards on a CPU: whatever is multiplied in one call, a shard has the bits that it has alone. The check
 that fixed tiles walk k in order sees every other order. On a CPU their twin stands for them.
 """

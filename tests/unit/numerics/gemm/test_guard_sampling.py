@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of products: which are drawn, what they hold, and what the judge says of right and wrong ones."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trial that decides whether a library's product may stand for the defined one: it sees a library that lies.
 
 It runs on a CPU here, with libraries made for it; tests/gpu/kernels/test_products_gpu.py asks cuBLAS.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the quantizers ask of Transformer Engine is what 2.12 has too."""
 
 import sys

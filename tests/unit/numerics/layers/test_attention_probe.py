@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trial that decides whether one launch of attention may stand for one per shard: it sees a backend that lies.
 
 It runs on a CPU here, with backends made for it; tests/gpu/kernels/test_attention_probe_gpu.py asks Transformer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every expert has one rank that computes it, which holds its weights. Gradients of experts: in the order of their
 sources, in every format. Products of adapters, against autograd.
 """

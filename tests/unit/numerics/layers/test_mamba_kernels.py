@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convolution and norm of the invariant Mamba layer: right, and a shard's bits whatever lies beside it."""
 
 import pytest

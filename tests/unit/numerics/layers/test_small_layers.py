@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places of tokens among logits; gradients of lookups; what stands for Megatron's compiled functions.
 
 The compiled ones: tests/gpu/kernels/test_fused_gpu.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which sequences a data-parallel rank computes, and in which order."""
 
 from types import SimpleNamespace

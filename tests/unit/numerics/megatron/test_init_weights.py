@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Initial weights: normal, and a function of seed, name and place in the whole tensor alone. How a Mamba mixer's own
 parameters start: Megatron's distributions, accurate, and one tensor for all degrees.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of a rank's data shards: a tree, with log2 of their number of buffers, whatever adds to them in between."""
 
 from contextlib import nullcontext

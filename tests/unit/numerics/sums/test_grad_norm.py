@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient norm: exact, and the same bits however the gradients are cut up, grouped and ordered. Megatron's step
 collects the gradients to clip before it waits for the norm, and its caller gets a number.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert groups: in every layout the terms of an expert's gradient are added in one order."""
 
 import itertools

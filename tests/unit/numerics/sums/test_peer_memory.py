@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who decides that sums over ranks go through peers' memory; tests/gpu/test_peer_memory_gpu.py has the bits."""
 
 from contextlib import ExitStack, nullcontext

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over ranks, whose other ranks are given here. Gradients of a weight that several sequences of a packed row use
 in one backward pass.
 """

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts: their placement, the exchange of tokens, their GEMMs in each precision."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of adapters of experts (LoRA): one matrix for all experts of a layer, or one for each expert.
 
 An expert's owner has its tokens from the whole micro-batch, as in numerics/layers/experts/experts.py. A matrix of each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rank that computes each expert. In each layout one rank gets all tokens of an expert."""
 
 from dataclasses import dataclass

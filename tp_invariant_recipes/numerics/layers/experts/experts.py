@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts: GEMMs of each expert's tokens with its weights. An expert's owner computes the same GEMMs, of the
 same shapes, in every layout (numerics/layers/experts/token_dispatcher.py), so any deterministic GEMM gives the same
 bits. On a GPU they are defined GEMMs like all others, by kernels/gemm/grouped_gemm.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch tokens to the experts' owners and back. The exchange only moves bytes; the only sums join a token's top-k
 assignments.
 

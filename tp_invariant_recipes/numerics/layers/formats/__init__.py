@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How matrices become operands of products: as they are, in MXFP8, in FP8, or gathered whole. A file each."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands in FP8: codes, and scales that belong to a tensor or to blocks of 128.
 
     forward          x (e4m3) @ weight^T (e4m3)

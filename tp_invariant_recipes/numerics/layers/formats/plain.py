@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands as they are, in bf16 or fp32. The other formats replace what they do otherwise.
 
     format       an operand holds                    its GEMMs                     of a split sum travel

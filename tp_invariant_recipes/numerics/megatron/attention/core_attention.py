@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common base of Megatron-Core's two core attentions with the definition of numerics/layers/attention.py."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434): Megatron's layer, and the same with invariant sums.
 
 A token's keys and values come from one latent vector, and those of its query from another one where q_lora_rank is set.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed sequences: the sequences of a row are computed one by one, as if each were a micro-batch of its own.
 
     row       [ sequence 0 | sequence 1 | padding ]      cu_seqlens 0, 32, 96, 128 (Megatron's PackedSeqParams, "thd")

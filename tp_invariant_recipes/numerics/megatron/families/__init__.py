@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families whose layers Bridge builds by a specification of their own: which run has which, and their local layers.
 
 A run has one where `model.transformer_layer_spec` names Bridge's function, or where its provider does by default.

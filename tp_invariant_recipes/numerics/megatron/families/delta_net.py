@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gated delta nets of Qwen3-Next and Qwen3.5 among layers of attention: the blocks, and the invariant layer.
 
 Only the two projections sum across ranks. in_proj's rows are six segments:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of Bridge's families that Megatron-Core's local layers lack, and the same with invariant sums.
 
     family        a layer's parts that are not GPT's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's Mamba-2 mixer with the same result for every tensor-parallel degree.
 
 Only its two projections sum across ranks. in_proj's rows are five segments of different sizes:
