@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config import container as containers
@@ -123,7 +124,7 @@ def _rank(config: RunConfig) -> Iterator[None]:
         variables |= rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,)).environment()
     if config.device.kind == "cpu":
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch has read it at its import
-    with environment.applied(variables):
+    with mock.patch.dict(os.environ, variables):  # takes back what Megatron sets in the block, too
         yield
 
 

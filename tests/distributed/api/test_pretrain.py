@@ -78,11 +78,14 @@ def _replace_data(config):
     config.dataset.tokenizer = object()
 
 
-def test_stock_numerics_take_the_environment_as_it_is(monkeypatch):
+def test_stock_numerics_take_the_environment_as_it_is_and_leave_it_so(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     run = megatron._checked(tpi.recipe("qwen3_toy", TOY, "numerics=stock"))
+    monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)
     with megatron._rank(run):
         assert os.environ["NCCL_ALGO"] == "Tree"
+        os.environ["NVTE_FLASH_ATTN"] = "1"  # as Megatron does for the attention of a model
+    assert "NVTE_FLASH_ATTN" not in os.environ
     with pytest.raises(tpi.TpiError, match="NCCL_ALGO=Tree in the environment"):
         tpi.recipe("qwen3_toy", TOY, "numerics=tree")
 
