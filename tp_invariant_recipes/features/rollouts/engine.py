@@ -9,7 +9,7 @@ that `tpi score` and a training's forward pass compute.
 import sys
 from collections import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,36 @@ class Engine:
         """
         self._passes = None
 
+    def opened(self) -> Schedule:
+        """Return an empty schedule over the whole cache, for `serve`."""
+        self._cache(self._room(), 1)
+        return Schedule([], Blocks(self._blocks, self.block), self.sequences, self.chunk)
+
+    def serve(self, plan: Schedule, between: Callable[[list[Completion], bool], bool]) -> None:
+        """Decode the sequences that join a schedule of `opened`, until `between` returns False.
+
+        between: called on every rank before each pass, to let sequences join and leave, with the completions that ended
+            in the pass before, and whether no coupled rank had anything to compute.
+        """
+        group, count, idle = self._coupled(), 0, True
+        ended: list[Completion] = []
+        with self._cache(self._blocks, 1).entered():
+            while between(ended, idle):
+                spans = plan.next()
+                idle = not (bool(spans) if group is None else any_rank(bool(spans), group, self.device))
+                ended = []
+                if idle:
+                    continue
+                count += 1
+                heartbeat.sign(Phase.LONG_STEP, count)
+                longest = max((s.most for s in plan.running), default=1)
+                passes = self._cache(self._blocks, longest)
+                drawing = [span.sequence for span in spans if span.draws]
+                out = passes(spans)
+                for span in spans:
+                    plan.computed(span)
+                ended = self._ended(plan, [(drawing, out)])
+
     def _run(
         self,
         passes: CachedPasses,
@@ -210,19 +240,27 @@ class Engine:
 
     def _prepared(self, sequences: list[SampleState]) -> CachedPasses:
         """Return passes over a cache that these sequences fit; the last call's, if they fit it."""
-        lengths = sorted((len(s) + s.request.sampling.max_new_tokens for s in sequences), reverse=True)
-        lengths = lengths or [1]
+        lengths = sorted((s.most for s in sequences), reverse=True) or [1]
         blocks = Blocks(0, self.block)
         needed = sum(map(blocks.blocks_for, lengths[: self.sequences]))
         count = self._room() if self.tokens is not None else max(1, min(self._room(), needed))
-        longest = power_of_two(lengths[0])  # few sizes occur
+        return self._cache(count, lengths[0])
+
+    def _cache(self, count: int, longest: int) -> CachedPasses:
+        """Return passes over a cache of at least so many blocks; longest: tokens of a sequence, at most."""
+        longest = power_of_two(longest)  # few sizes occur
         held = self._passes
-        if held is None or self._blocks < count or held.cache.longest < longest:
-            self._passes = held = None  # its memory comes first
+        if held is not None and self._blocks >= count and held.cache.longest >= longest:
+            return held
+        self._passes = None  # its memory comes first
+        if held is None or self._blocks < count:
+            held, self._blocks = None, count
             cache = new_cache(self.model, count, self.block, longest, self.device)
-            held = self._passes = CachedPasses(self.model, cache, graphs=self.graphs, digests=self.digests)
-            self._blocks, self._addresses = count, _addresses(self.model)
-        return held
+        else:
+            cache = replace(held.cache, longest=longest)
+        self._passes = CachedPasses(self.model, cache, graphs=self.graphs, digests=self.digests)
+        self._addresses = _addresses(self.model)
+        return self._passes
 
 
 def _addresses(model: Any) -> list[int]:

@@ -102,6 +102,11 @@ class SampleState:
     def __len__(self) -> int:
         return len(self.request.tokens) + len(self.drawn)
 
+    @property
+    def most(self) -> int:
+        """Tokens of prompt and completion, at most."""
+        return len(self.request.tokens) + self.request.sampling.max_new_tokens
+
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Tokens start … end - 1 of prompt and completion."""
         prompt = self.request.tokens
@@ -204,3 +209,16 @@ class Schedule:
         """End a sequence, which has its last token."""
         self.running.remove(sequence)
         self.blocks.give_back(sequence.blocks)
+
+    def leave(self, sequence: SampleState) -> None:
+        """End a sequence, wherever it is."""
+        if sequence in self.running:
+            self.end(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def forget(self) -> None:
+        """Let all running sequences wait again: the keys in the cache are of other weights."""
+        self.blocks = Blocks(self.blocks.count, self.blocks.size)
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
