@@ -24,6 +24,7 @@ from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.run_config import FSDP_FORMAT
 
 # The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
 # this name.
@@ -206,6 +207,10 @@ def _stock_on_gpu(root: Any) -> bool:
     return root.numerics.mode == STOCK and root.device.kind == "gpu"
 
 
+def _checkpoint_format(root: Any) -> str:
+    return FSDP_FORMAT if root.ddp.get("use_megatron_fsdp") else "torch_dist"
+
+
 def _shards_optimizer(root: Any) -> bool:
     return root.parallel.data_parallel_size > 1 and root.optimizer.use_distributed_optimizer
 
@@ -220,6 +225,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     # Megatron's fused rotary kernels do not suit multi-latent attention; its grouped experts add their biases alone.
     "tpi.fused_rotation": _lacks("model.multi_latent_attention"),
     "tpi.fused_dropout": _lacks("model.num_moe_experts", "model.add_bias_linear"),
+    "tpi.checkpoint_format": lambda *, _root_: _checkpoint_format(_root_),
     # What Bridge's recipes have, and no other numerics of tpi.
     "tpi.stock_on_gpu": lambda *, _root_: _stock_on_gpu(_root_),
     "tpi.stock_overlaps": lambda *, _root_: _stock_on_gpu(_root_) and _shards_optimizer(_root_),

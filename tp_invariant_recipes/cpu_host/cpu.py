@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tp_invariant_recipes.cpu_host.stand_ins import layers, mamba, torch_adam
+from tp_invariant_recipes.cpu_host.stand_ins import fsdp, layers, mamba, torch_adam
 from tp_invariant_recipes.machine.versions import installed as installed_version
 from tp_invariant_recipes.replacement import Replacement, applied, instead
 from tp_invariant_recipes.start import bridge
@@ -195,6 +195,7 @@ MEGATRON = (
         _from("megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.broadcast_params"),
         "ranks own matrices of unlike sizes, and Gloo gathers equal ones only"),
     *torch_adam.REPLACEMENTS,
+    *fsdp.REPLACEMENTS,
     *(
         Replacement(f"megatron.{module}:{name}", _from(f"megatron.core.utils:{twin}"), _NO_TE)
         for module, name, twin in (

@@ -119,7 +119,7 @@ DDP = section(
     row(OFF, "nccl_ub disable_symmetric_registration", _SWITCH, adjust_to=False),
     row(OFF, "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache", _FP8, adjust_to=False),
     row(OFF, "fp4_param_gather", _FP8),
-    row(OFF, "use_megatron_fsdp fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration "
+    row(OFF, "~use_megatron_fsdp fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration "
         "megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode "
         "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer", _FSDP, adjust_to=False),
     row(OFF, "use_custom_fsdp", _FSDP),

@@ -133,6 +133,11 @@ def of_run(config: RunConfig) -> dict[str, str]:
     asked = ORDERED in os.environ or ORDERED in config.cluster.environment
     if config.numerics.mode == STOCK and config.layout.tp * config.layout.cp == 1 and not asked:
         variables.pop(ORDERED, None)  # Megatron asks for it with tensor or context parallelism alone
+    if config.fsdp and variables.get(ORDERED) == "1":
+        if asked:
+            solve = f"{ORDERED}=8 in the environment, or cluster.environment.{ORDERED}=8"
+            refuse([f"{ORDERED}=1: Megatron-FSDP moves weights and gradients beside what it computes; {solve}"])
+        variables[ORDERED] = "8"
     return variables
 
 

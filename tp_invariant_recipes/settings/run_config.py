@@ -38,6 +38,11 @@ class Layout:
         return {**self.degrees, "sp": self.sp}
 
 
+# What Megatron-FSDP shards over data-parallel ranks: nothing; masters and moments; gradients, too; weights, too.
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FSDP_FORMAT = "fsdp_dtensor"  # of its checkpoints
+
+
 @dataclass(frozen=True)
 class RunConfig(OwnSections):
     """What a run is made of. Every field has been checked.
@@ -96,6 +101,12 @@ class RunConfig(OwnSections):
     def mixed_precision(self) -> Any:
         """The name of a recipe of Bridge's, fields of its MixedPrecisionConfig, or None: fp32."""
         return self.sections.get("mixed_precision")
+
+    @property
+    def fsdp(self) -> str | None:
+        """Return the strategy of Megatron-FSDP, one of STRATEGIES where it is checked; None: the run has no FSDP."""
+        ddp = self.section("ddp")
+        return (ddp.get("data_parallel_sharding_strategy") or STRATEGIES[0]) if ddp.get("use_megatron_fsdp") else None
 
     def with_fields(self, section: str, **fields: Any) -> "RunConfig":
         """Return the configuration with other values of some fields of a section."""

@@ -446,14 +446,27 @@ RECORDING: qwen3_toy numerics=stock
     range: ledger.state_digests=-1
     own: ledger.trace=99:101 | ledger.trace='50:51' | ledger.trace='' | ledger.trace='3:' | ledger.trace=':3' |
         ledger.trace='0:3' | ledger.trace='3:2' | ledger.trace='a:b' | ledger.trace='1:2:3' | ledger.trace='-1:2' |
-        ledger.trace='1.0:2' | ddp.use_megatron_fsdp=true | model.gtp_weight_remat_size=2
+        ledger.trace='1.0:2' | model.gtp_weight_remat_size=2
+    use_megatron_fsdp: ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor
     dump: ledger.dump=[weights/x] | ledger.dump=[weights/x,loss,forward/x] ledger.trace='1:1' |
         ledger.dump=[weight/*,loss*,w?ights/x,forward*] ledger.trace='1:1'
-    taken: ledger.digests=0 ddp.use_megatron_fsdp=true | ledger.trace='49:50' |
+    taken: ledger.digests=0 ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor | ledger.trace='49:50' |
         ledger.dump=[forward/decoder.layers.0.mlp/output] ledger.trace='1:1' | ledger.dump=[backward/model/input.1]
         ledger.trace='1:1' | ledger.dump=[gradients/a.b] ledger.trace='1:1' | ledger.dump=[weights/a.b]
         ledger.trace='1:1' | ledger.dump=[*] ledger.trace='1:1' | ledger.dump=[?orward/*/input] ledger.trace='1:1' |
         ledger.dump=[masters/*.linear_fc?.weight] ledger.trace='1:1'
+FSDP, typed: qwen3_toy gbs=4 dp=2 numerics=stock ledger.digests=0 ddp.use_megatron_fsdp=true
+    fields: ddp.data_parallel_sharding_strategy=full | ddp.outer_dp_sharding_strategy=optim | pp=2 |
+        ddp.num_distributed_optimizer_instances=2 | ddp.grad_reduce_in_fp32=false |
+        ddp.nccl_ub=true | ddp.fsdp_double_buffer=true |
+        ddp.average_in_collective=true |
+        checkpoint.ckpt_format=torch_dist | model.init_model_with_meta_device=true
+    others+weights: peft=lora
+    taken: ddp.data_parallel_sharding_strategy=no_shard | ddp.data_parallel_sharding_strategy=optim | tp=2 |
+        ddp.data_parallel_sharding_strategy=optim_grads | ddp.data_parallel_sharding_strategy=optim_grads_params |
+        numerics=deterministic
+WITHOUT_FSDP, typed: qwen3_toy numerics=stock
+    alone: checkpoint.ckpt_format=fsdp_dtensor | dist.use_megatron_fsdp=true | dist.use_torch_fsdp2=true
 GUARD, typed: qwen3_toy gbs=4 dp=2 guard=shadow
     guard: dp=1 | ledger.trace='1:1' | numerics=stock | numerics=gather
     overlap_grad_reduce: ddp.overlap_grad_reduce=true

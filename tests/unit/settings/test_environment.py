@@ -94,6 +94,7 @@ def test_stock_takes_every_variable_of_the_user(device):
     (
         ("numerics=stock tp=2", {}, "1"), ("numerics=stock", {}, None),
         ("numerics=stock", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"), ("numerics=deterministic", {}, "1"),
+        ("numerics=deterministic ledger.digests=0 ddp.use_megatron_fsdp=true", {}, "8"),
     ),
 )  # fmt: skip
 def test_stock_orders_collectives_where_megatron_asks(words, environment, expected, monkeypatch):
