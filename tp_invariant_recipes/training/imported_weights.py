@@ -6,8 +6,6 @@ then, so one that Bridge passes over is found: it only warns. Where the folder h
 the optimizer's master weights get these bits, too.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.megatron.spec import FP8_PREFIX, SUBSTITUTES
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 from tp_invariant_recipes.sources import weights
 from tp_invariant_recipes.sources.weights import WIDER_THAN_BF16, read
@@ -42,9 +38,7 @@ class ImportedWeights(Callback):
         for parameter in parameters:
             dtype = torch.float32 if wider and parameter.is_floating_point() else parameter.dtype
             parameter.data = torch.full_like(parameter, torch.nan, dtype=dtype)
-        of_folder = weights.from_folder(self.folder)
-        with _our_layers_known():
-            of_folder.load_hf_weights(model_chunks)
+        weights.from_folder(self.folder).load_hf_weights(model_chunks)
         self._check(model_chunks)
         for parameter, dtype in dtypes.items():
             if parameter.dtype != dtype:
@@ -73,26 +67,3 @@ class ImportedWeights(Callback):
                     part = whole[slot.start : slot.start + slot.updated.numel()]
                     slot.updated.copy_(part.view_as(slot.updated))
         self._masters.clear()
-
-
-@contextmanager
-def _our_layers_known() -> Iterator[None]:
-    """In the block, Bridge splits the weights of an invariant layer as those of the stock layer that it replaces."""
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping
-
-    kinds = AutoMapping._MODULE_TYPE_REGISTRY
-    before = {kind: set(names) for kind, names in kinds.items()}
-    tables = (SUBSTITUTES, *(numerics.layers for numerics in mode.every()))
-    stock = {path.rpartition(":")[2]: name for table in tables for name, path in table.items()}
-    stock["InvariantVocabParallelEmbedding"] = "VocabParallelEmbedding"
-    try:
-        for layer, name in stock.items():
-            for kind, names in before.items():
-                if name in names:
-                    AutoMapping.register_module_type(layer, kind)
-                    AutoMapping.register_module_type(f"{FP8_PREFIX}{layer}", kind)
-        yield
-    finally:
-        for kind, names in before.items():
-            kinds[kind].clear()
-            kinds[kind].update(names)

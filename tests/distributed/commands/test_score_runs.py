@@ -69,16 +69,11 @@ def exporting():
 
     from tp_invariant_recipes.features.score.rank import Forward, Score
     from tp_invariant_recipes.sources import weights
-    from tp_invariant_recipes.training.imported_weights import _our_layers_known
 
     def score(self, model, forward, encode):
-        from megatron.bridge.models.conversion.param_mapping import AutoMapping
-
-        AutoMapping.register_module_type("InvariantDuplicatedLinear", "replicated")
         weights.PACKAGES["deepseek_v3"] = "deepseek"  # tpi exports no such folder
-        with _our_layers_known():
-            tensors = weights.from_config(Path("latent")).export_hf_weights([model], cpu=True, show_progress=False)
-            save_file({n: t.contiguous() for n, t in tensors}, "latent/model.safetensors", metadata={"format": "pt"})
+        tensors = weights.from_config(Path("latent")).export_hf_weights([model], cpu=True, show_progress=False)
+        save_file({n: t.contiguous() for n, t in tensors}, "latent/model.safetensors", metadata={"format": "pt"})
 
     Score.score = score
     Forward.__init__ = lambda self, *args: None

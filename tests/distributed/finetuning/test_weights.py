@@ -219,33 +219,29 @@ def test_a_recipe_of_bridge_starts_from_a_folder(tpi):
     assert json.loads((tpi.folder / "recipe/tp1/run.json").read_text())["identity"]["weights.digest"]
 
 
-def kinds():
-    """Class of a layer -> how Bridge splits its weights."""
+def test_invariant_layers_are_split_as_the_stock_layers():
+    """Bridge knows the stock layers by their names, and no other layer's."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
-    return {name: kind for kind, names in AutoMapping._MODULE_TYPE_REGISTRY.items() for name in names}
+    from tp_invariant_recipes.numerics import mode
+    from tp_invariant_recipes.numerics.megatron import local, spec
+    from tp_invariant_recipes.replacement import resolve_own
 
-
-def test_layers_in_fp8_are_split_as_the_stock_layers():
-    """Bridge judges by the name of a class, so each that stands for a stock layer has a name that it knows."""
-    from tp_invariant_recipes.numerics.megatron import spec
-    from tp_invariant_recipes.training.imported_weights import _our_layers_known
-
-    before = kinds()
-    stock = [name for name in spec.FP8 if name in before and not name.startswith("TE")]  # no CPU has these classes
-    assert {before[name] for name in stock} == {"column", "row"}
-    with _our_layers_known():
-        known = kinds()
-        assert {name: known.get(spec.invariant(layer(name), fp8=True).__name__) for name in stock} == {
-            name: before[name] for name in stock
-        }
-    assert kinds() == before
-
-
-def layer(name):
-    from megatron.core import tensor_parallel
-
-    return getattr(tensor_parallel, name)
+    split = AutoMapping("a.weight", "b.weight")._detect_parallelism_type
+    expected = {name: kind for kind, names in AutoMapping._MODULE_TYPE_REGISTRY.items() for name in names}
+    tables = (spec.SUBSTITUTES, *(numerics.layers for numerics in mode.every()))
+    of_stock = [(name, path) for table in tables for name, path in table.items() if name in expected]
+    layers = [(name, resolve_own(path)) for name, path in of_stock if "TE" not in name]  # no CPU has these classes
+    layers = [(name, layer) for name, layer in layers if name != "WrappedTorchNorm"]  # what makes a layer
+    layers += [
+        ("WrappedTorchNorm", local.InvariantRMSNorm),
+        ("VocabParallelEmbedding", local.InvariantVocabParallelEmbedding),
+    ]
+    layers += [(name, spec._in_fp8(layer)) for name, layer in layers if name in spec.FP8]
+    assert len(layers) > 8
+    assert {(name, layer.__name__): split(layer.__new__(layer)) for name, layer in layers} == {
+        (name, layer.__name__): expected[name] for name, layer in layers
+    }
 
 
 SHARDED = "gbs=4 numerics.data_shards=2"

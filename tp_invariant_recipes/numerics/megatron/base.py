@@ -93,6 +93,7 @@ def _normal(layer: OnMesh, x: Tensor, weight: Tensor, bias: Tensor | None, eps: 
 class ColumnForward(WithGemms, OnMesh):
     """Forward of a column-parallel layer, which has config, weight, bias, segments and a group."""
 
+    tensor_model_parallel, partition_dim = True, 0  # by these Bridge splits weights
     segments: Split
 
     def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
@@ -128,6 +129,8 @@ class ColumnForward(WithGemms, OnMesh):
 
 class RowForward(WithGemms, OnMesh):
     """Forward of a row-parallel layer, which has config, weight, bias and a group."""
+
+    tensor_model_parallel, partition_dim = True, 1
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s, b, k/t] → [s/t or s, b, n]."""

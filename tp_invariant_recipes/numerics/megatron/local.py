@@ -100,7 +100,7 @@ class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
     ahead: whether a lookup is one of MTP (numerics/megatron/mtp.py).
     """
 
-    ahead = False
+    tensor_model_parallel, partition_dim, ahead = True, 0, False
 
     def forward(self, input_: Tensor) -> Tensor:
         """[b, s] → [b, s, h], or [s/t, b, h] with sequence parallelism."""

@@ -98,7 +98,7 @@ DTYPES = {None: None, "fp32": torch.float32}
 class InvariantTopKRouter(OnMesh, TopKRouter):
     """Chooses the experts of each token. products: what multiplies, as numerics/gemm/gemm.py does."""
 
-    products = staticmethod(gemm)
+    products, tensor_model_parallel = staticmethod(gemm), False
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.capacity = config.moe_expert_capacity_factor, config.moe_token_drop_policy

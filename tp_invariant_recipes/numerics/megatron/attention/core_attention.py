@@ -98,6 +98,7 @@ class CoreAttention(OnMesh, Core):
     by_sequence: whether each sequence of a micro-batch has the bits that it has alone; without gradients.
     """
 
+    tensor_model_parallel, partition_dim = True, 0  # of its attention sinks
     training: bool
     by_sequence = False
 

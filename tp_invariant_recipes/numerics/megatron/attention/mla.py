@@ -176,6 +176,7 @@ def _beyond(config: Any) -> list[str]:
 class DuplicatedForward(OnMegatronsMesh):
     """Forward of a layer that every rank holds whole."""
 
+    tensor_model_parallel = False
     weight: Any
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
