@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
@@ -12,13 +13,19 @@ from tp_invariant_recipes.numerics.gemm import sampling
 from tp_invariant_recipes.numerics.gemm.defined import gemm
 from tp_invariant_recipes.numerics.layers.experts.experts import Activation
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
-from tp_invariant_recipes.numerics.megatron.router import InvariantSequentialMLP, InvariantTopKRouter
+from tp_invariant_recipes.numerics.megatron.router import (
+    InvariantSequentialMLP,
+    InvariantSharedExpertMLP,
+    InvariantTopKRouter,
+)
+from tp_invariant_recipes.numerics.megatron.attention.mla import MLADotProductAttention
 from tp_invariant_recipes.portable import cached_pass
 from tp_invariant_recipes.portable.definition import DEFINITION
+from tp_invariant_recipes.portable.ieee import functions
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 from tp_invariant_recipes.portable.ieee.attention import Attended, attention_backward, attention_forward
-from tp_invariant_recipes.portable.ieee.router import route_tokens, route_tokens_backward
+from tp_invariant_recipes.portable.ieee.router import route_by_sigmoid, route_tokens, route_tokens_backward
 from tp_invariant_recipes.portable.ieee.swiglu import swiglu, swiglu_backward
 
 
@@ -44,14 +51,25 @@ class PortableTopKRouter(InvariantTopKRouter):
     """Chooses the experts of each token as portable/ieee/router.py defines it."""
 
     products = staticmethod(gemm)
+    widens = False
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[s/t, b, E] → probabilities and routing map, [n, E]."""
         if padding_mask is not None:
             raise NotImplementedError("a padding mask has no portable version")
-        probs, scores, chosen = _Routing.apply(logits.view(-1, self.config.num_moe_experts), self.topk)
+        rows, config = logits.view(-1, self.config.num_moe_experts), self.config
+        if self.score_function == "sigmoid":
+            groups = (config.moe_router_num_groups, config.moe_router_group_topk)
+            probs, scores, chosen = route_by_sigmoid(
+                rows, self.topk, self.expert_bias, groups if groups[1] else None, config.moe_router_topk_scaling_factor
+            )
+        else:
+            probs, scores, chosen = _Routing.apply(rows, self.topk)
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
             probs = self._apply_aux_loss(probs, scores, chosen)
+            probs = self._apply_seq_aux_loss(probs, scores, chosen, *logits.shape[:2])
+            probs = self._apply_global_aux_loss(probs, scores, chosen)
+        TopKRouter._apply_expert_bias(self, chosen)
         return probs, chosen
 
 
@@ -101,6 +119,13 @@ class PortableDotProductAttention(InvariantDotProductAttention):
             raise NotImplementedError("attention with a mask of its own has no portable version")
         if self.scale_mask_softmax.scale is not None:
             raise NotImplementedError("scores that are scaled twice have no portable version")
+        width = value.shape[-1]
+        if width < query.shape[-1]:  # of multi-latent attention: features of zeros change no other one
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+        out = self._attended(query, key, value)
+        return out if width == query.shape[-1] else out.unflatten(2, (query.shape[2], -1))[..., :width].flatten(2)
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if (now := cached_pass.current()) is not None:
             return now.attend(self.layer_number, query, key, value, self.softmax_scale)
         out = _Attention.apply(query, key, value, self.softmax_scale)
@@ -116,6 +141,21 @@ class PortableDotProductAttention(InvariantDotProductAttention):
     def backend(self) -> str:
         """Return the definition, with its version."""
         return f"portable {DEFINITION}"
+
+
+class PortableMLADotProductAttention(PortableDotProductAttention, MLADotProductAttention):
+    """The same of multi-latent attention, whose values are narrower than its keys."""
+
+
+class PortableSharedExpertMLP(InvariantSharedExpertMLP):
+    """Experts that see every token, with a specified gate."""
+
+    sigmoid = staticmethod(functions.sigmoid)
+
+
+def apply_output_gate(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """Replace Attention._apply_output_gate: x · sigmoid(gate) in fp32, rounded once. x: [s, b, h]; gate: as many."""
+    return (x.float() * functions.sigmoid(gate.float().contiguous().view(x.shape))).to(x.dtype)
 
 
 def _is_causal(mask: Tensor, length: int) -> bool:
@@ -164,13 +204,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def apply_rotary_pos_emb(
-    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, *_: Any, **__: Any
-) -> Tensor:
+    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, *_: Any,
+    mla_rotary_interleaved: bool = False, **__: Any,
+) -> Tensor:  # fmt: skip
     """Replace Megatron's function: the positions of portable/ieee/rotary.py. t: [s, b, heads, d]; of freqs, [s, 1, 1,
     dim], only the shape counts. Of a cached pass each row has a position of its own."""
     if cu_seqlens is not None or mscale != 1.0 or freqs.shape[0] != t.shape[0]:
         raise NotImplementedError("only rotary positions of whole sequences have a portable version")
-    factor = config.rope_scaling_factor if config.rope_scaling else None
+    if mla_rotary_interleaved:  # pairs of multi-latent attention lie side by side
+        t = torch.cat([t[..., 0::2], t[..., 1::2]], -1)
+    factor = config.rope_scaling_factor if getattr(config, "rope_scaling", False) else None
     if (now := cached_pass.current()) is not None:
         return ieee_rotary.rotate(t, *now.turns(freqs.shape[-1], config.rotary_base, factor))
     cos, sin = ieee_rotary.tables(freqs.shape[0], freqs.shape[-1], config.rotary_base, factor, str(t.device))

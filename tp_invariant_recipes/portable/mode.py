@@ -18,11 +18,18 @@ LAYERS = {
     "DotProductAttention": "portable.layers:PortableDotProductAttention",
     "TopKRouter": "portable.layers:PortableTopKRouter",
     "SequentialMLP": "portable.layers:PortableSequentialMLP",
+    "MLADotProductAttention": "portable.layers:PortableMLADotProductAttention",
 }
 _STATED = "a library's function is not bitwise identical on another machine"
 REPLACEMENTS = (
     instead("megatron.core.transformer.mlp:MLP.forward", "portable.layers:mlp_forward", _STATED),
     instead("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable.layers:apply_rotary_pos_emb",
+        _STATED),
+    instead("tp_invariant_recipes.numerics.megatron.attention.mla:apply_rotary_pos_emb",
+        "portable.layers:apply_rotary_pos_emb", _STATED),
+    instead("megatron.core.transformer.attention:Attention._apply_output_gate", "portable.layers:apply_output_gate",
+        _STATED),
+    instead("megatron.core.models.gpt.moe_module_specs:SharedExpertMLP", "portable.layers:PortableSharedExpertMLP",
         _STATED),
     *torch_adam.REPLACEMENTS,
     wrapped("torch.optim:AdamW", "portable.training:portable_adam", _STATED),
@@ -37,7 +44,9 @@ class Portable(Tree):
     """Equal bits for every layout, and on every machine that passes `require_machine`."""
 
     name: str = "portable"
-    covers: frozenset[str] = frozenset({mode.EXPERTS, mode.CONTEXT_SHARDS, mode.FP8, mode.GUARD})
+    covers: frozenset[str] = frozenset(
+        {mode.EXPERTS, mode.LATENT, mode.GATES, mode.CENTRED, mode.CONTEXT_SHARDS, mode.FP8, mode.GUARD}
+    )
     graphs: frozenset[str] = frozenset({"full"})
     any_machine: bool = True
     layers: Mapping[str, str] = MappingProxyType(LAYERS)

@@ -5,8 +5,8 @@ import os
 from functools import partial
 
 from tp_invariant_recipes.check import recording
-from tp_invariant_recipes.check.rule import Rule, Test, cuts_sequences, has, limit_of, name_of
-from tp_invariant_recipes.numerics.megatron.families import layers_alike
+from tp_invariant_recipes.check.invariant.model import is_mla
+from tp_invariant_recipes.check.rule import Rule, Test, cuts_sequences, has, limit_of, name_of, uncaptured
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.cuda_graphs import FULL, IMPLEMENTATIONS, NOT_INVARIANT, TE
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -22,25 +22,39 @@ def _is_portable(config: RunConfig) -> bool:
 
 
 _portable_row = partial(limit_of, _is_portable)
+_own = partial(limit_of, lambda t: _is_portable(t) and is_mla(t))
 _experts = partial(limit_of, lambda t: _is_portable(t) and t.shape.experts)
 
-# Fields of experts that name another operation than those stated.
-ABSENT = (
-    *("moe_shared_expert_intermediate_size", "moe_expert_capacity_factor", "moe_router_enable_expert_bias"),
-    *("moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-    *("moe_router_dtype", "moe_z_loss_coeff", "moe_latent_size"),
+# Fields of experts that name another operation than those stated: of any router, and of one with softmax scores.
+ABSENT = ("moe_expert_capacity_factor", "moe_z_loss_coeff", "moe_latent_size")
+OF_SIGMOID = (
+    *("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_pre_softmax"),
+    "moe_router_topk_scaling_factor",
 )
+SCORES = ("softmax", "sigmoid")
+
+
+def _scores(config: RunConfig) -> str:
+    return config.model.get("moe_router_score_function") or SCORES[0]
+
+
+def _by_yarn(config: RunConfig) -> bool:
+    """Whether latent attention scales its angles; both defaults are Megatron-Core's."""
+    model = config.model
+    return model.get("rope_type", "yarn") == "yarn" and model.get("rotary_scaling_factor", 40) != 1
+
+
 EXPERTS = (
-    _experts(lambda t: t.model.get("moe_router_score_function", "softmax") != "softmax",
-        "of routers only softmax has a portable version", "model.moe_router_score_function=softmax"),
-    _experts(lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in ("aux_loss", "none"),
-        "of the auxiliary load-balancing losses only aux_loss has a portable version",
-        "model.moe_router_load_balancing_type=aux_loss"),
-    _experts(lambda t: not layers_alike(t.shape.expert_layers),
-        "dense layers beside layers of experts have no portable version", "leave model.moe_layer_freq unset"),
+    _experts(lambda t: _scores(t) not in SCORES, "other scores of a router have no portable version",
+        f"model.moe_router_score_function one of {', '.join(SCORES)}"),
     *(
         _portable_row(has(field), f"experts with model.{field} have no portable version", "leave it unset")
         for field in ABSENT
+    ),
+    *(
+        limit_of(lambda t: _is_portable(t) and _scores(t) == SCORES[0], has(field),
+            f"softmax scores with model.{field} have no portable version", "leave it unset")
+        for field in OF_SIGMOID
     ),
 )  # fmt: skip
 
@@ -51,6 +65,9 @@ PORTABLE_LIMITS = (
         "attention and GEMMs are specified for bf16 and FP8 only", "precision=bf16"),
     _portable_row(lambda t: t.shape.hybrid, "Mamba layers have no portable version", "numerics=tree"),
     *EXPERTS,
+    _own(_by_yarn, "YaRN of multi-latent attention has no portable version", "model.rotary_scaling_factor=1.0"),
+    _own(low_precision.enabled, "multi-latent attention has no portable version in FP8", "precision=bf16"),
+    _own(*uncaptured("portable multi-latent attention has")),
     _portable_row(lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
         "attention sinks have no portable version", "model.softmax_type=vanilla"),
     *(

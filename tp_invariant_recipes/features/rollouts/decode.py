@@ -249,7 +249,10 @@ def new_cache(model: Any, count: int, size: int, longest: int, device: Any) -> C
 def shape_of(model: Any) -> tuple[int, int, int]:
     """Layers, and this rank's query groups and their width."""
     config = model.config
-    return config.num_layers, max(1, config.num_query_groups // model.pg_collection.tp.size()), config.kv_channels
+    width = config.kv_channels
+    if config.multi_latent_attention:  # values are filled up to the width of keys
+        width = config.qk_head_dim + config.qk_pos_emb_head_dim
+    return config.num_layers, max(1, config.num_query_groups // model.pg_collection.tp.size()), width
 
 
 def any_rank(mine: bool, group: Any, device: Any) -> bool:

@@ -16,7 +16,7 @@ or have the sizes that it lists (Mamba's z, x, B, C and dt).
 numerics/layers/formats/ says what the operands are and what multiplies them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -215,16 +215,16 @@ class _NormColumnParallel(LayerFunction):
         return dx, dg, dw, None, None, None
 
 
-def partial_linear(x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
+def partial_linear(x: Tensor, weight: Tensor, mesh: VirtualMesh, gemm: Callable[..., Tensor] = gemm) -> Tensor:
     """x @ weight^T, chunk of tokens by chunk, for a weight that every rank holds whole.
 
-    x:       [s/t, b, k], this rank's V/t chunks of the sequence; weight: [n, k].
+    x:       [s/t, b, k], this rank's V/t chunks of the sequence; weight: [n, k]. gemm: as numerics/gemm/gemm.py's.
     returns: [s/t, b, n] of x's dtype.
 
     The weight gradient is a tree over V chunks. Each rank adds its slice of the sum to `main_grad`, of which Megatron
     adds up all ranks': elsewhere they have zeros. Without `main_grad` it is returned so.
     """
-    return _ChunkedLinear.apply(x, weight, mesh, False, False)
+    return _ChunkedLinear.apply(x, weight, mesh, False, False, gemm)
 
 
 def add_slice(weight: Tensor, mine: Tensor, rank: int) -> Tensor:
@@ -250,38 +250,40 @@ def gathered_linear(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_paral
 
     The weight gradient is a tree over V chunks, of which each rank gets its rows; `main_grad` gets them unrounded.
     """
-    return _ChunkedLinear.apply(x, weight, mesh, not sequence_parallel, True)
+    return _ChunkedLinear.apply(x, weight, mesh, not sequence_parallel, True, gemm)
 
 
 class _ChunkedLinear(LayerFunction):
     """everywhere: x has all tokens. gathers: ranks hold rows of the weight, and get those of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, everywhere: bool, gathers: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, everywhere: bool, gathers: bool, gemm: Any
+    ) -> Tensor:
         whole = all_gather(weight, mesh) if gathers else weight
         ctx.save_for_backward(x, weight, whole)
-        ctx.mesh, ctx.everywhere, ctx.gathers = mesh, everywhere, gathers
+        ctx.mesh, ctx.everywhere, ctx.gathers, ctx.gemm = mesh, everywhere, gathers, gemm
         ctx.chunks = mesh.shards if everywhere else mesh.local_chunks
         rows = x.reshape(-1, x.shape[-1])
         out = rows.new_empty(len(rows), len(whole))
         return gemm(rows, whole.t(), out, rows=ctx.chunks).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight, whole = ctx.saved_tensors
-        mesh = ctx.mesh
+        mesh, gemm = ctx.mesh, ctx.gemm
         grad, rows = dy.reshape(-1, len(whole)), x.reshape(-1, x.shape[-1])
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         reducing = dx = dw = None
         if wants_dw:
             parts, part = (mesh.size, mesh.rank) if ctx.everywhere else (1, 0)
-            reducing = _start_weight_gradient(grad.chunk(parts)[part], rows.chunk(parts)[part], mesh)
+            reducing = _start_weight_gradient(grad.chunk(parts)[part], rows.chunk(parts)[part], mesh, gemm)
         if wants_dx:  # while the sums are on their way
             dx = gemm(grad, whole, torch.empty_like(rows), rows=ctx.chunks).view(x.shape)
         if reducing is not None:
             total = reducing.finished(torch.float32)
             dw = _kept_rows(weight, total) if ctx.gathers else add_slice(weight, total.view(-1), mesh.rank)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _kept_rows(weight: Any, total: Tensor) -> Tensor:
@@ -292,18 +294,18 @@ def _kept_rows(weight: Any, total: Tensor) -> Tensor:
     return added_to_main_grad(weight)
 
 
-def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh) -> Reducing | PeerSum:
+def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh, gemm: Any) -> Reducing | PeerSum:
     """grad: [tokens/t, n]; rows: [tokens/t, k]. Its result is slice `rank` of the flat sum, [1, n · k / t] in fp32."""
     count = mesh.local_chunks
-    node = _subtree(grad.chunk(count), rows.chunk(count), 0, count)
+    node = _subtree(grad.chunk(count), rows.chunk(count), 0, count, gemm)
     return start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
 
 
-def _subtree(grads: tuple[Tensor, ...], rows: tuple[Tensor, ...], first: int, count: int) -> Tensor:
+def _subtree(grads: tuple[Tensor, ...], rows: tuple[Tensor, ...], first: int, count: int, gemm: Any) -> Tensor:
     """Return the sum of `count` chunks' GEMMs in tree order, with one buffer a level of the tree."""
     if count > 2:
-        subtree = _subtree(grads, rows, first, count // 2)
-        return subtree.add_(_subtree(grads, rows, first + count // 2, count // 2))
+        subtree = _subtree(grads, rows, first, count // 2, gemm)
+        return subtree.add_(_subtree(grads, rows, first + count // 2, count // 2, gemm))
     node = rows[0].new_empty(grads[0].shape[1], rows[0].shape[1], dtype=torch.float32)
     for chunk in range(count):  # adding to the output rounds as a separate addition would
         gemm(grads[first + chunk].t(), rows[first + chunk], node, add=chunk > 0)

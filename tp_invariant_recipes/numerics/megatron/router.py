@@ -47,14 +47,16 @@ def latent_projection(original: Any) -> Any:
 
 
 class InvariantSharedExpertMLP(OnMesh, SharedExpertMLP):
-    """Experts that see every token, gated for each token or not."""
+    """Experts that see every token, gated for each token or not. sigmoid: of the gate, in fp32."""
+
+    sigmoid = staticmethod(torch.sigmoid)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[s/t, b, h] → the same."""
         if not self.use_shared_expert_gate:
             return super().forward(hidden_states)
         output, _ = MLP.forward(self, hidden_states)
-        return token_gate(output, hidden_states, self.gate_weight, self.mesh)
+        return token_gate(output, hidden_states, self.gate_weight, self.mesh, self.sigmoid)
 
 
 class InvariantMoELayer(MoELayer):
@@ -96,9 +98,13 @@ DTYPES = {None: None, "fp32": torch.float32}
 
 
 class InvariantTopKRouter(OnMesh, TopKRouter):
-    """Chooses the experts of each token. products: what multiplies, as numerics/gemm/gemm.py does."""
+    """Chooses the experts of each token. products: what multiplies, as numerics/gemm/gemm.py does.
+
+    widens: whether it multiplies numbers of the logits' dtype (`moe_router_dtype`), else those of the tokens'.
+    """
 
     products, tensor_model_parallel = staticmethod(gemm), False
+    widens = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.capacity = config.moe_expert_capacity_factor, config.moe_token_drop_policy
@@ -118,7 +124,8 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
                 f"on a CPU seq / V / C * model.num_moe_experts must be a multiple of {VECTORS}, not {each}"
             )
         dtype = DTYPES[self.config.moe_router_dtype] or input.dtype
-        logits = _Gating.apply(input, self.weight, self.mesh, dtype, self.products)
+        operands = dtype if self.widens else input.dtype
+        logits = _Gating.apply(input, self.weight, self.mesh, dtype, operands, self.products)
         if self.bias is None:
             return logits
         # The ranks of a tensor-parallel group have the same tokens only where there is one rank.
@@ -238,20 +245,21 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 class _Gating(LayerFunction):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype, gemm: Callable[..., Tensor]
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype, operands: torch.dtype,
+        gemm: Callable[..., Tensor],
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.gemm = mesh, gemm
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        logits = rows.new_empty(len(rows), len(weight))
-        gemm(rows, weight.to(dtype).t(), logits, rows=mesh.local_chunks)
+        ctx.mesh, ctx.gemm, ctx.operands = mesh, gemm, operands
+        rows = x.reshape(-1, x.shape[-1]).to(operands)
+        logits = rows.new_empty(len(rows), len(weight), dtype=dtype)
+        gemm(rows, weight.to(operands).t(), logits, rows=mesh.local_chunks)
         return logits.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         gemm = ctx.gemm
-        mesh, grad = ctx.mesh, gradients[0].reshape(-1, len(weight))
+        mesh, grad = ctx.mesh, gradients[0].reshape(-1, len(weight)).to(ctx.operands)
         rows = x.reshape(-1, x.shape[-1]).to(grad.dtype)
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -264,7 +272,7 @@ class _Gating(LayerFunction):
             ):
                 gemm(dy.t(), tokens, leaf[0])
             dw = reduce_weight_gradient(weight, leaves.view(mesh.local_chunks, 1, -1), mesh, everywhere=False)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _over_tokens(values: Tensor, mesh: VirtualMesh, context: VirtualMesh) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.portable.ieee import functions
 from tp_invariant_recipes.portable.ieee.math import ZERO, exp, fold_columns, numba_fold, power_of_two
 from tp_invariant_recipes.portable.ieee.storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.shared_source import UNFUSED, as_stored, elementwise, fill, numba_version
@@ -194,3 +195,41 @@ def _ieee_router_backward(dprobs, dscores, logits, chosen, out, EXPERTS: tl.cons
 
 
 FORWARD, BACKWARD = Kernel(_ieee_router_forward, **UNFUSED), Kernel(_ieee_router_backward, **UNFUSED)
+
+
+# --- Sigmoid scores (DeepSeek-V3, arXiv 2412.19437) ---
+
+LEAST_TOTAL = 1e-20  # added to a sum of scores before it divides
+
+
+def route_by_sigmoid(
+    logits: Tensor, topk: int, bias: Tensor | None, groups: tuple[int, int] | None, factor: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the experts of each token by sigmoid scores: torch's operations of fp32, each rounded once.
+
+    c = sigmoid(logit); a rank is by c + bias, then by the expert's number; of groups, the best few count alone: by the
+    sum of their topk / few best ranks, in order. p = factor (c / (fold of the chosen c + 1e-20)); s as p, of all experts.
+
+    logits:  [tokens, experts]. bias: [experts] fp32, of the ranks alone. groups: how many there are, and count.
+    returns: probabilities, of the logits' dtype; scores, fp32; the chosen, bool. All [tokens, experts].
+    """
+    scores = functions.sigmoid(logits.float())
+    with torch.no_grad():
+        ranks = scores if bias is None else scores + bias
+        if groups is not None:
+            each, few = ranks.unflatten(1, (groups[0], -1)), groups[1]
+            best, *others = each.sort(dim=-1, descending=True, stable=True).values[..., : topk // few].unbind(-1)
+            for other in others:
+                best = best + other
+            ranks = each.masked_fill(~_first(best, few).unsqueeze(-1), -torch.inf).flatten(1)
+        chosen = _first(ranks, topk)
+    picked = torch.where(chosen, scores, 0.0)
+    probs = picked / (functions.total(picked) + LEAST_TOTAL) if topk > 1 else picked
+    probs = probs if factor is None else probs * factor
+    return probs.to(logits.dtype), scores / (functions.total(scores) + LEAST_TOTAL), chosen
+
+
+def _first(ranks: Tensor, count: int) -> Tensor:
+    """Return where the `count` greatest of each row are; of equal ones the first."""
+    order = ranks.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    return torch.zeros_like(ranks, dtype=torch.bool).scatter_(-1, order, True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.math import bf16_bits, canonical, exp, exp2, fp32_of_bf16, log, rsqrt, sigmoid
-from tp_invariant_recipes.portable.shared_source import INTERPRETED, UNFUSED, as_array, numba_version
+from tp_invariant_recipes.portable.shared_source import INTERPRETED, UNFUSED, fill, numba_version
 
 SAMPLE_BLOCK = 512
 
@@ -27,39 +27,66 @@ _exp, _log, _sigmoid, _rsqrt, _exp2, _canonical = (
 )
 
 
-def values(x: Tensor) -> Tensor:
-    """[n] fp32 → [5, n], every NaN canonical; on x's device."""
-    out = torch.empty(5, x.numel(), device=x.device)
-    if x.is_cuda:
-        values_triton(x, out)
-    else:
-        _fill(as_array(x), as_array(out))
+FUNCTIONS = ("exp", "log", "sigmoid", "rsqrt", "exp2")  # of portable/ieee/math.py
+
+
+def function(x: Tensor, name: str) -> Tensor:
+    """One of FUNCTIONS of each number, every NaN canonical; fp32, of x's shape and on its device. x: fp32."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    kind = FUNCTIONS.index(name)
+    fill(function_triton, _function_loop, (x.contiguous().view(-1), out.view(-1)), kind, work=x.numel())
     return out
 
 
+def values(x: Tensor) -> Tensor:
+    """[n] fp32 → [5, n], all FUNCTIONS."""
+    return torch.stack([function(x, name) for name in FUNCTIONS])
+
+
 @cpu_loop
-def _fill(x: Any, out: Any) -> None:
+def _function_loop(x: Any, out: Any, kind: int) -> None:
     for i in range(x.size):
-        out[0, i], out[1, i] = _canonical(_exp(x[i])), _canonical(_log(x[i]))
-        out[2, i], out[3, i] = _canonical(_sigmoid(x[i])), _canonical(_rsqrt(x[i]))
-        out[4, i] = _canonical(_exp2(x[i]))
+        if kind == 0:
+            y = _exp(x[i])
+        elif kind == 1:
+            y = _log(x[i])
+        elif kind == 2:
+            y = _sigmoid(x[i])
+        elif kind == 3:
+            y = _rsqrt(x[i])
+        else:
+            y = _exp2(x[i])
+        out[i] = _canonical(y)
+
+
+def function_triton(x: Tensor, out: Tensor, kind: int) -> None:
+    """Fill out. Both contiguous; Triton's interpreter takes CPU tensors."""
+    if x.numel():
+        SAMPLES.launch((triton.cdiv(x.numel(), SAMPLE_BLOCK), 1), (x, out), (x.numel(),), (kind, SAMPLE_BLOCK))
 
 
 def values_triton(x: Tensor, out: Tensor) -> None:
-    """Fill out. Both contiguous; Triton's interpreter takes CPU tensors."""
-    SAMPLES.launch((triton.cdiv(x.numel(), SAMPLE_BLOCK), 1), (x, out), (x.numel(),), (SAMPLE_BLOCK,))
+    """As `values`, by launches. out: [5, n]."""
+    for kind in range(len(FUNCTIONS)):
+        function_triton(x, out[kind], kind)
 
 
 @triton.jit(do_not_specialize=["size"])
-def _ieee_samples(x, out, size, BLOCK: tl.constexpr):
+def _ieee_samples(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     number = tl.load(x + at, mask=inside, other=0.0)
-    tl.store(out + at, canonical(exp(number)), mask=inside)
-    tl.store(out + size + at, canonical(log(number)), mask=inside)
-    tl.store(out + 2 * size + at, canonical(sigmoid(number)), mask=inside)
-    tl.store(out + 3 * size + at, canonical(rsqrt(number)), mask=inside)
-    tl.store(out + 4 * size + at, canonical(exp2(number)), mask=inside)
+    if KIND == 0:
+        y = exp(number)
+    elif KIND == 1:
+        y = log(number)
+    elif KIND == 2:
+        y = sigmoid(number)
+    elif KIND == 3:
+        y = rsqrt(number)
+    else:
+        y = exp2(number)
+    tl.store(out + at, canonical(y), mask=inside)
 
 
 SAMPLES = Kernel(_ieee_samples, **UNFUSED)

@@ -29,33 +29,37 @@ from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of, reduce_weight_gradient
 
 
-def token_gate(out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
+def token_gate(
+    out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+) -> Tensor:
     """out · sigmoid(x · w) in fp32, rounded once.
 
     out, x: [s/t, b, h], this rank's part of the sequence. weight: [1, h], whole on every rank.
     returns: out's shape and dtype.
     """
-    return _TokenGate.apply(out, x, weight, mesh)
+    return _TokenGate.apply(out, x, weight, mesh, sigmoid)
 
 
 class _TokenGate(LayerFunction):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
+    def forward(
+        ctx: Any, out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh, sigmoid: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         sums = folding_sum(x.float() * weight.float(), -1)
         # A CPU's exp is another one for the last numbers of a tensor, which fill no vector: chunks have one shape.
-        score = torch.cat([part.sigmoid() for part in sums.chunk(mesh.local_chunks)]).unsqueeze(-1)
+        score = torch.cat([sigmoid(part) for part in sums.chunk(mesh.local_chunks)]).unsqueeze(-1)
         ctx.save_for_backward(out, x, weight, score)
         ctx.mesh = mesh
         return (out.float() * score).to(out.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         out, x, weight, score = ctx.saved_tensors
         dy = gradients[0].float()
         slope = folding_sum(dy * out.float(), -1).unsqueeze(-1) * score * (1.0 - score)
         leaves = token_sum((slope * x.float()).flatten(0, -2), ctx.mesh.local_chunks)
         dw = reduce_weight_gradient(weight, leaves, ctx.mesh, everywhere=False)
-        return (dy * score).to(out.dtype), (slope * weight.float()).to(x.dtype), dw, None
+        return (dy * score).to(out.dtype), (slope * weight.float()).to(x.dtype), dw, None, None
 
 
 Weights = Sequence[Tensor]
