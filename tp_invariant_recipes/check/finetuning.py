@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of fine-tuning: examples and adapters; and what an engine of rollouts covers."""
+"""Rules of fine-tuning: examples and adapters."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -8,36 +8,9 @@ from typing import Any
 from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.check.rule import Rule, value_of
 from tp_invariant_recipes.errors import Problem
-from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings import finetuning, low_precision
+from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
-
-
-def uncovered(numerics: str, pp: int, *, fp8: bool, ahead: bool) -> list[str]:
-    """Return what the engine does not cover, a line each. ahead: whether a model has MTP."""
-    arithmetic = mode.find(numerics)
-    inexact = arithmetic is None or not arithmetic.any_machine
-    cached = "a cached row is not shown to have the bits of a whole pass"
-    scales = "FP8 scales a tensor by all tokens of a pass, so rows depend on each other"
-    layers = "layers of MTP have no cache"
-    problems = (
-        (
-            inexact,
-            Problem(f"numerics={numerics}", cached, "numerics=portable, in patch mode with TPI_NUMERICS=portable"),
-        ),
-        (pp > 1, Problem(f"pp={pp}", "a rank of rollouts computes all layers", "pp=1, and a larger tp")),
-        (fp8, Problem("precision", scales, "precision=bf16")),
-        (ahead, Problem("model.mtp_num_layers", layers, "model.mtp_num_layers=null")),
-    )
-    return [str(problem) for broken, problem in problems if broken]
-
-
-def problems(config: RunConfig) -> list[str]:
-    """Return what keeps this configuration from generating, beside what keeps it from a forward pass; a line each."""
-    fp8, ahead = bool(low_precision.enabled(config)), bool(config.shape.depths)
-    return uncovered(config.numerics.mode, config.layout.pp, fp8=fp8, ahead=ahead)
-
 
 # The rules of fine-tuning on examples, whatever the numerics (docs/finetuning.md).
 

@@ -12,13 +12,13 @@ from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.gemm import sampling
 from tp_invariant_recipes.numerics.gemm.defined import gemm
 from tp_invariant_recipes.numerics.layers.experts.experts import Activation
+from tp_invariant_recipes.numerics.megatron.attention.mla import MLADotProductAttention
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.megatron.router import (
     InvariantSequentialMLP,
     InvariantSharedExpertMLP,
     InvariantTopKRouter,
 )
-from tp_invariant_recipes.numerics.megatron.attention.mla import MLADotProductAttention
 from tp_invariant_recipes.portable import cached_pass
 from tp_invariant_recipes.portable.definition import DEFINITION
 from tp_invariant_recipes.portable.ieee import functions

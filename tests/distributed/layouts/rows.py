@@ -330,6 +330,7 @@ _PORTABLE = {
         "dp=1", f"dp=4 {GATHER}", "dp=2", f"tp=2 dp=2 {DISTRIBUTED} {BUCKETS}", "mbs=2",
     ),
     PORTABLE_EXPERTS: ("tp=1", "tp=2 ep=2", "tp=1 pp=2", "tp=4"),
+    f"{small('moonlight_toy')} numerics=portable iters=2": ("tp=1", "tp=2 ep=2", "tp=2 pp=2"),
     **{f"{name}_toy numerics=portable seq=32 gbs=1 iters=1": ("tp=1", "tp=2") for name in ("llama32", "qwen25")},
 }  # fmt: skip
 

@@ -94,7 +94,7 @@ def _families(table: str) -> Iterator[tuple[str, Family]]:
 
 
 OF_TREE = ("optimizer.optimizer=sgd", "precision=fp32", "optimizer.use_distributed_optimizer=true")
-OF_TREES_EXPERTS = ("model.moe_router_dtype=fp32", "model.moe_expert_capacity_factor=1.0")
+OF_TREES_EXPERTS = ("model.moe_z_loss_coeff=0.1", "model.moe_expert_capacity_factor=1.0")
 
 FAMILIES = dict(
     _families(
@@ -272,7 +272,7 @@ SINKS_TYPED, typed, or_stock: gpt_oss_toy model.position_embedding_type=rope
 OWN_LAYERS, typed: gemma3_toy
     cuts_sequences: numerics.context_shards=2
     enabled: precision=fp8_tensorwise
-    numerics+window_size+activation_func+layernorm_zero_centered_gamma: numerics=portable
+    numerics+window_size+activation_func: numerics=portable
     taken: tp=2 sp=false
 YARN, typed, or_stock: qwen3_toy model.position_embedding_type=yarn model.yarn_rotary_scaling_factor=32.0
         model.yarn_original_max_position_embeddings=16 model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0
@@ -413,14 +413,17 @@ PORTABLE_FIELDS, or_stock: qwen3_toy numerics=portable
     attention_backend: model.attention_backend=unfused
     normalization: model.normalization=LayerNorm model.qk_layernorm=false
 PORTABLE_EXPERTS, or_stock: qwen3_moe_toy numerics=portable
-    own: model.moe_router_score_function=sigmoid | model.moe_router_load_balancing_type=seq_aux_loss |
-        model.moe_layer_freq=2 | model.moe_layer_freq=[0,1,1,1] | model.moe_expert_capacity_factor=1.0 |
+    own: model.moe_router_score_function=sqrtsoftplus | model.moe_expert_capacity_factor=1.0 |
         model.moe_router_enable_expert_bias=true | model.moe_router_group_topk=2 | model.moe_router_num_groups=2 |
-        model.moe_router_pre_softmax=true | model.moe_router_topk_scaling_factor=2.5 | model.moe_router_dtype=fp32 |
-        model.moe_z_loss_coeff=0.1 | model.moe_latent_size=32
-    moe_shared_expert_intermediate_size+virtual_shards: model.moe_shared_expert_intermediate_size=64
+        model.moe_router_pre_softmax=true | model.moe_router_topk_scaling_factor=2.5 | model.moe_z_loss_coeff=0.1 |
+        model.moe_latent_size=32
     taken: tp=1 | tp=2 | tp=2 ep=2 | pp=2
-    taken_fields: model.moe_layer_freq=[1,1,1,1] | model.moe_layer_freq=1
+    taken_fields: model.moe_layer_freq=[1,1,1,1] | model.moe_layer_freq=1 | model.moe_layer_freq=[0,1,1,1] |
+        model.moe_router_score_function=sigmoid | model.moe_router_load_balancing_type=seq_aux_loss |
+        model.moe_router_dtype=fp32 | model.moe_shared_expert_intermediate_size=256
+PORTABLE_LATENT, or_stock: moonlight_toy numerics=portable
+    by_yarn: model.rotary_scaling_factor=4.0
+    taken: tp=2 ep=2 | pp=2
 IN_FP8, typed: qwen3_toy numerics=tree precision=fp8_tensorwise
     other_recipe: mixed_precision=fp16_with_mxfp8_mixed | mixed_precision.fp8_recipe=custom |
         mixed_precision=fp16_with_fp8_subchannel_scaling_mixed

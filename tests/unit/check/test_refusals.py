@@ -83,8 +83,10 @@ def test_tree_takes_what_portable_refuses_of_experts(override):
 
 # A run -> the first rule that says what its mode has no version of.
 BEYOND = {
-    "deepseek_v3_toy numerics=gather": "numerics=gather: multi-latent attention is covered by numerics=tree only",
-    "deepseek_v3_toy numerics=portable": "numerics=portable: multi-latent attention is covered by numerics=tree only",
+    "deepseek_v3_toy numerics=gather": "numerics=gather: multi-latent attention is covered by numerics=tree and "
+    "numerics=portable only",
+    "deepseek_v3_toy numerics=portable": "numerics=portable: YaRN of multi-latent attention has no portable version; "
+    "model.rotary_scaling_factor=1.0",
     "qwen3_moe_toy numerics=gather": "numerics=gather: experts are covered by numerics=tree and numerics=portable only",
     "nemotron3_nano_toy numerics=gather": "numerics=gather: Mamba layers are covered by numerics=tree only",
     "nemotron3_nano_toy numerics=portable": "numerics=portable: Mamba layers have no portable version; numerics=tree",

@@ -91,7 +91,7 @@ KERNELS = {
         {"dk_of_heads": "*fp32", "dv_of_heads": "*fp32", "dk": "*bf16", "dv": "*bf16"} | ATTENTION,
         HEADS | {"BLOCK": ieee_attention_triton.BLOCK},
     ),
-    ieee_samples.SAMPLES: ({"x": "*fp32", "out": "*fp32", "size": "i32"}, {"BLOCK": 128}),
+    ieee_samples.SAMPLES: ({"x": "*fp32", "out": "*fp32", "size": "i32"}, {"KIND": 4, "BLOCK": 128}),
     ieee_draw.WEIGHTS: (
         dict.fromkeys(("scores", "highest", "temperature", "out"), "*fp32") | {"size": "i32"},
         {"BLOCK": 4096},

@@ -28,8 +28,8 @@ _experts = partial(limit_of, lambda t: _is_portable(t) and t.shape.experts)
 # Fields of experts that name another operation than those stated: of any router, and of one with softmax scores.
 ABSENT = ("moe_expert_capacity_factor", "moe_z_loss_coeff", "moe_latent_size")
 OF_SIGMOID = (
-    *("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_pre_softmax"),
-    "moe_router_topk_scaling_factor",
+    *("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_num_groups"),
+    *("moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
 )
 SCORES = ("softmax", "sigmoid")
 

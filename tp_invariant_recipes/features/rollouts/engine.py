@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tp_invariant_recipes.check import finetuning
+from tp_invariant_recipes.check.rollouts import Rolled, uncovered
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.features.inference.rank import loaded_for_inference
@@ -74,7 +74,7 @@ class Engine:
 
         chunks = model if isinstance(model, list) else [model]
         refuse(_wrong_sizes(sequences=sequences, chunk=chunk, block=block, tokens=block if tokens is None else tokens))
-        refuse(_uncovered([unwrap_model(part) for part in chunks]))
+        refuse(uncovered(_rolled([unwrap_model(part) for part in chunks])))
         self.model = unwrap_model(chunks[0])
         self.sequences, self.chunk, self.block, self.tokens = sequences, chunk, block, tokens
         self.graphs, self.digests, self.decode = graphs, digests, decode
@@ -277,15 +277,15 @@ def _wrong_sizes(**sizes: int) -> list[str]:
     return listed
 
 
-def _uncovered(chunks: list[Any]) -> list[str]:
+def _rolled(chunks: list[Any]) -> Rolled:
+    """Return what check/rollouts.py reads of a module."""
     config, pp = chunks[0].config, max(len(chunks), chunks[0].config.pipeline_model_parallel_size)
     numerics = getattr(config, "invariant_mode", None) or mode.STOCK
+    layers = [getattr(layer, "self_attention", layer) for layer in chunks[0].decoder.layers]
+    parts = [getattr(layer, "core_attention", layer) for layer in layers]
+    kinds = sorted({type(part).__name__ for part in parts if not isinstance(part, PortableDotProductAttention)})
     ahead = getattr(chunks[0], "mtp_process", False)
-    problems = finetuning.uncovered(numerics, pp, fp8=bool(config.fp8), ahead=ahead)
-    layers = chunks[0].decoder.layers
-    cores = [getattr(layer.self_attention, "core_attention", layer.self_attention) for layer in layers]
-    kinds = sorted({type(core).__name__ for core in cores if not isinstance(core, PortableDotProductAttention)})
-    return problems or [f"{kind} has no cache of its keys; a model with plain attention" for kind in kinds]
+    return Rolled(numerics, pp, bool(config.fp8), ahead, lambda name: getattr(config, name, None), tuple(kinds))
 
 
 def _shares(requests: abc.Sequence[Request], ranks: int) -> list[list[Request]]:

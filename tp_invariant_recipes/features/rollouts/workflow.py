@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tp_invariant_recipes.check import finetuning as check
+from tp_invariant_recipes.check import rollouts as check
 from tp_invariant_recipes.config.overrides import Override, parse_all
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse

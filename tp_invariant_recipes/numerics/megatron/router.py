@@ -49,7 +49,7 @@ def latent_projection(original: Any) -> Any:
 class InvariantSharedExpertMLP(OnMesh, SharedExpertMLP):
     """Experts that see every token, gated for each token or not. sigmoid: of the gate, in fp32."""
 
-    sigmoid = staticmethod(torch.sigmoid)
+    sigmoid: Callable[[Tensor], Tensor] = staticmethod(torch.sigmoid)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[s/t, b, h] → the same."""

@@ -208,7 +208,7 @@ def route_by_sigmoid(
     """Choose the experts of each token by sigmoid scores: torch's operations of fp32, each rounded once.
 
     c = sigmoid(logit); a rank is by c + bias, then by the expert's number; of groups, the best few count alone: by the
-    sum of their topk / few best ranks, in order. p = factor (c / (fold of the chosen c + 1e-20)); s as p, of all experts.
+    sum of their topk / few best ranks, in order. p = factor (c / (fold of the chosen c + 1e-20)); s as p, of all.
 
     logits:  [tokens, experts]. bias: [experts] fp32, of the ranks alone. groups: how many there are, and count.
     returns: probabilities, of the logits' dtype; scores, fp32; the chosen, bool. All [tokens, experts].

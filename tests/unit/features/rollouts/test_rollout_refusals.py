@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tp_invariant_recipes.check import finetuning
+from tp_invariant_recipes.check import rollouts
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.inference.model import _composed
 from tp_invariant_recipes.features.rollouts import engine
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
+from tp_invariant_recipes.numerics.megatron import families
 
 CONFIGURATIONS = (
     ("numerics=portable", ()),
@@ -31,18 +32,17 @@ CONFIGURATIONS = (
 @pytest.mark.parametrize("words, parts", CONFIGURATIONS)
 def test_configurations_are_refused_by_name(words, parts):
     config = compose("qwen3_toy", ["model.kv_channels=32", "seq=128", *words.split()], device="cpu").config
-    listed = "\n".join(finetuning.problems(config))
+    listed = "\n".join(rollouts.problems(config))
     assert all(part in listed for part in parts)
     assert bool(listed) == bool(parts)
 
 
 FAMILIES = (
     ("qwen3_moe_toy", None),
-    ("gemma3_toy", "sliding-window attention has no portable version"),
+    ("moonlight_toy", None),
     ("gpt_oss_toy", "attention sinks have no portable version"),
     ("nemotron3_nano_toy", "Mamba layers have no portable version"),
     ("qwen3_next_toy", "gated delta nets are covered by numerics=tree only"),
-    ("moonlight_toy", "multi-latent attention is covered by numerics=tree only"),
     ("gemma3_toy", "families with own layers are covered by numerics=tree only"),
 )
 
@@ -50,7 +50,28 @@ FAMILIES = (
 @pytest.mark.parametrize("family, why", FAMILIES)
 def test_families_are_taken_or_refused_by_name(family, why):
     with nullcontext() if why is None else pytest.raises(ConfigError, match=why):
-        assert finetuning.problems(_composed(family, parse_all(["device=cpu"]), "portable").config) == []
+        assert rollouts.problems(_composed(family, parse_all(["device=cpu"]), "portable").config) == []
+
+
+FAMILY = families.FAMILIES["OLMoE"]
+
+
+class OtherAttention:
+    pass
+
+
+# Each row of the table: what breaks it of a configuration (as typed, or fields of the model that portable refuses
+# sooner), and of a module.
+BROKEN = {
+    "numerics": ("numerics=tree", {"invariant_mode": "tree"}),
+    "pp": ("pp=2", {"pipeline_model_parallel_size": 2}),
+    "fp8": ("precision=mxfp8", {"fp8": "e4m3"}),
+    "mtp": ({"mtp_num_layers": 1}, {"mtp": True}),
+    "windows": ({"window_size": [63, 0]}, {"window_size": (63, 0)}),
+    "sinks": ({"softmax_type": "learnable"}, {"softmax_type": "learnable"}),
+    "mamba": ({"hybrid_layer_pattern": "ME*"}, {"hybrid_layer_pattern": "ME*"}),
+    "layers": ({families.FIELD: FAMILY.spec}, {"attention": OtherAttention}),
+}
 
 
 def model(attention=engine.PortableDotProductAttention, mtp=False, **fields):
@@ -62,27 +83,26 @@ def model(attention=engine.PortableDotProductAttention, mtp=False, **fields):
     )
 
 
-class OtherAttention:
-    pass
-
-
-MODELS = (
-    ([model()], None),
-    ([model(), model()], "pp=1"),
-    ([model(invariant_mode=None)], "numerics=stock: a cached row is not shown"),
-    ([model(attention=OtherAttention)], "OtherAttention has no cache of its keys"),
-)
-
-
-@pytest.mark.parametrize("chunks, why", MODELS)
-def test_models_are_refused_by_name(chunks, why):
-    listed = engine._uncovered(chunks)
-    assert (listed == []) if why is None else (why in listed[0])
+def test_each_row_refuses_a_configuration_and_a_module():
+    """One table: both refuse with one text, and neither refuses anything without what breaks the row."""
+    assert {*BROKEN} == {*rollouts.ROWS}
+    assert rollouts.uncovered(engine._rolled([model()])) == []
+    assert "pp=2" in rollouts.uncovered(engine._rolled([model(), model()]))[0]
+    words = ["model.kv_channels=32", "seq=128", "numerics=portable"]
+    for name, (word, fields) in BROKEN.items():
+        typed = [word] if isinstance(word, str) else []
+        config = compose("qwen3_toy", [*words, *typed], device="cpu").config
+        config = config if typed else config.with_fields("model", **word)
+        listed, of_module = rollouts.problems(config), rollouts.uncovered(engine._rolled([model(**fields)]))
+        assert len(listed) == len(of_module) == 1, name
+        why = rollouts.ROWS[name][2]
+        assert why in listed[0], name
+        assert why in of_module[0], name
 
 
 def test_all_that_a_model_has_is_listed():
-    listed = engine._uncovered([model(invariant_mode="tree", fp8="e4m3", pipeline_model_parallel_size=2, mtp=True)])
-    assert [problem.partition(":")[0] for problem in listed] == [
+    wrong = model(invariant_mode="tree", fp8="e4m3", pipeline_model_parallel_size=2, mtp=True)
+    assert [problem.partition(":")[0] for problem in rollouts.uncovered(engine._rolled([wrong]))] == [
         "numerics=tree", "pp=2", "precision", "model.mtp_num_layers",
     ]  # fmt: skip
 

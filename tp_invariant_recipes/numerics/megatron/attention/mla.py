@@ -34,7 +34,7 @@ from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.linear import partial_linear
 from tp_invariant_recipes.numerics.megatron import spec
-from tp_invariant_recipes.numerics.megatron.base import OnMegatronsMesh, OnMesh, WithGemms
+from tp_invariant_recipes.numerics.megatron.base import OnMegatronsMesh, OnMesh
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
@@ -173,7 +173,7 @@ def _beyond(config: Any) -> list[str]:
 # --- Down-projections ---
 
 
-class DuplicatedForward(WithGemms, OnMegatronsMesh):
+class DuplicatedForward(OnMegatronsMesh):
     """Forward of a layer that every rank holds whole."""
 
     tensor_model_parallel = False
@@ -181,7 +181,8 @@ class DuplicatedForward(WithGemms, OnMegatronsMesh):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[s/t, b, k] → [s/t, b, n], and None as bias."""
-        return partial_linear(x, self.weight, self.mesh, self.operands.products.gemm), None
+        products = mode.mode_of(self.config).operands().products
+        return partial_linear(x, self.weight, self.mesh, products.gemm), None
 
 
 class InvariantDuplicatedLinear(DuplicatedForward, DuplicatedLinear):
