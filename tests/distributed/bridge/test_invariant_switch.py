@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.adapters import recorded
 from tests.distributed.numerics.module_runs import split_of
 from tests.distributed.ranks import megatron, on_ranks, together, unequal
 from tp_invariant_recipes.errors import ConfigError
@@ -134,7 +135,10 @@ PORTABLE = {"kv_channels": 32, "num_query_groups": 4, "transformer_impl": "local
 
 
 def rollouts(mesh):
-    """Completions of an engine, and of their tokens the log-probabilities of a forward pass that the trainer makes."""
+    """Completions of an engine, and of their tokens the log-probabilities of a forward pass that the trainer makes: by
+    its loss, and from logits as verl and as NeMo-RL have them.
+    """
+    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.module import Float16Module
 
     from tp_invariant_recipes import Engine, Request, Sampling
@@ -145,8 +149,15 @@ def rollouts(mesh):
     with torch.no_grad():
         (drawn,) = Engine(gpt).generate([Request("a", (5, 6, 7), Sampling(max_new_tokens=8, do_sample=True, seed=1))])
         tokens = torch.tensor([[5, 6, 7, *drawn.tokens] + [0] * (SEQUENCE - 11)])
-        losses = gpt(tokens, torch.arange(SEQUENCE)[None], None, labels=tokens.roll(-1, 1))
-    return drawn.tokens, drawn.log_probabilities, (0.0 - losses[0, 2:10].float()).tolist()
+        targets, positions = tokens.roll(-1, 1), torch.arange(SEQUENCE)[None]
+        losses, logits = gpt(tokens, positions, None, labels=targets), gpt(tokens, positions, None)
+        of_verl = tensor_parallel.vocab_parallel_cross_entropy(vocab_parallel_logits=logits, target=targets)
+        with recorded.installed("nemo_rl") as nemo_rl:
+            of_nemo_rl = nemo_rl.LogProbabilities.apply(
+                logits.float(), targets, 0, 0, 64, parallel_state.get_tensor_model_parallel_group(), True
+            )
+    of_trainers = [(0.0 - losses.float()), -of_verl, of_nemo_rl]
+    return drawn.tokens, drawn.log_probabilities, [each[0, 2:10].tolist() for each in of_trainers]
 
 
 @pytest.mark.usefixtures("portable_loops")
@@ -154,7 +165,7 @@ def test_under_the_portable_switch_rollouts_have_the_bits_of_the_trainer(bridge)
     """At any layout; under tree the engine says what to set."""
     ranks = [*on_ranks(1, V, switched, "portable", rollouts), *on_ranks(2, V, switched, "portable", rollouts)]
     assert all(rank == ranks[0] for rank in ranks)
-    assert list(ranks[0][1]) == ranks[0][2]
+    assert ranks[0][2] == 3 * [list(ranks[0][1])]
     with pytest.raises(RuntimeError, match=r"numerics=tree: a cached row .*TPI_NUMERICS=portable"):
         on_ranks(1, V, switched, "1", rollouts)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -31,11 +32,13 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 def cross_entropy_of_mode(original: Any, virtual_shards: int, name: str) -> Callable[..., Tensor]:
     """Return a replacement for Megatron's vocab_parallel_cross_entropy. name: of the mode."""
 
-    def loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
+    def loss(
+        vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
+    ) -> Tensor:
         if label_smoothing:
             raise NotImplementedError("label smoothing has no invariant version")
-        mesh = VirtualMesh.from_group(virtual_shards, tp_group)
-        return cross_entropy.vocab_parallel_cross_entropy(logits, target, mesh, kernels)
+        mesh = VirtualMesh.from_group(virtual_shards, tp_group or get_tensor_model_parallel_group())
+        return cross_entropy.vocab_parallel_cross_entropy(vocab_parallel_logits, target, mesh, kernels)
 
     kernels = mode.named_mode(name).cross_entropy()
     return loss
