@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's weights are taken for: `tpi score`, `tpi generate` and `tpi export`."""
+"""What a run's weights are taken for: `tpi score`, `tpi generate`, `tpi serve` and `tpi export`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -104,6 +104,47 @@ def generate(
     engine = {"sequences": batch, "chunk": chunk, "tokens": cache, "graphs": graphs}
     request = workflow.GenerateRequest(source, file, [*(overrides or [])], out, step, tokenizer, digest, resume, engine)
     output.finish(workflow.generate(request, terminal.console_of_its_own(), dry_run=dry_run), as_json=as_json)
+
+
+def serve(
+    source: Annotated[Path, argument("RUN|FOLDER", "A run directory, or a Hugging Face folder.")],
+    overrides: Overrides = None,
+    host: Annotated[str, option("NAME", "The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "The port; 0: any that is free.", min=0, max=65535)] = 30000,
+    step: Annotated[int | None, option("N", "The run's checkpoint of this step; default: the newest.", min=0)] = None,
+    tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
+    api_key_file: Annotated[Path | None, option("FILE", "Holds the key that clients have to send.")] = None,
+    logs: Annotated[Path | None, option("FOLDER", "Logs of ranks; default: one that goes at the end.")] = None,
+    queue: Annotated[int, option("N", "Completions that may be open; 429 for more.", min=1)] = 8192,
+    body: Annotated[int, option("N", "Bytes of a request; 413 for more.", min=1)] = 1 << 26,
+    batch: Annotated[int, option("N", "Sequences that are decoded at the same time.", min=1)] = 256,
+    chunk: Annotated[int, option("N", "Tokens of a pass over prompts.", min=1)] = 16384,
+    cache: Annotated[int | None, option("N", "Tokens in the KV cache; default: as many as fit.", min=1)] = None,
+    graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Decode in CUDA graphs, on a GPU.")] = True,
+    _trusted: TrustRecipe = False,
+) -> None:
+    """Serve rollouts and scores over HTTP, with the trainer's log-probabilities.
+
+    The routes are those of SGLang (/generate, /update_weights_from_disk, …) and OpenAI (/v1/completions,
+    /v1/chat/completions), and /score. An answer depends on weights, prompt, id or seed, and its keys alone, never on
+    other requests: it has the bits of tpi generate and tpi score, and names the digest of its weights. The server
+    refuses keys that it does not know. SIGTERM or Ctrl-C answers the open requests, then ends; a second one ends at
+    once. Exit status: 0 all were answered, 2 a mistake or a rank that died, 130 stopped at once.
+
+    \b
+    tpi serve ~/models/mine tp=2 --port 30000
+    curl localhost:30000/generate -d '{"text": "2 + 3 =", "sampling_params": {"temperature": 0}}'
+    curl localhost:30000/update_weights_from_disk -d '{"model_path": "/models/next"}'
+    """
+    needed.check("tpi serve", needed.TRAINING)
+    needed.check("tpi serve", needed.SERVING)
+    from tp_invariant_recipes.features.serve import workflow
+
+    engine = {"sequences": batch, "chunk": chunk, "tokens": cache, "graphs": graphs}
+    request = workflow.ServeRequest(
+        source, [*(overrides or [])], host, port, step, tokenizer, api_key_file, logs, queue, body, engine
+    )
+    output.finish(workflow.serve(request, terminal.console_of_its_own()), as_json=False)
 
 
 def export(

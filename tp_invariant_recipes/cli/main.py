@@ -41,10 +41,10 @@ app = typer.Typer(
 COMMANDS = (
     ("train", train.train), ("compare", ledgers.compare), ("verify", verify.verify), ("certify", ledgers.certify),
     ("check", checks.check), ("export", inference.export), ("score", inference.score), ("generate", inference.generate),
-    ("report", ledgers.report), ("runs", runs.runs), ("bisect", ledgers.bisect), ("bench", verify.bench),
-    ("audit", audit.audit), ("submit", submit.submit), ("jobs", runs.jobs), ("logs", runs.logs), ("wait", runs.wait),
-    ("cancel", runs.cancel), ("show", show.show), ("models", show.models), ("doctor", checks.doctor),
-    ("conformance", checks.conformance),
+    ("serve", inference.serve), ("report", ledgers.report), ("runs", runs.runs), ("bisect", ledgers.bisect),
+    ("bench", verify.bench), ("audit", audit.audit), ("submit", submit.submit), ("jobs", runs.jobs),
+    ("logs", runs.logs), ("wait", runs.wait), ("cancel", runs.cancel), ("show", show.show), ("models", show.models),
+    ("doctor", checks.doctor), ("conformance", checks.conformance),
 )  # fmt: skip
 for _name, _function in COMMANDS:
     app.command(_name, help=help_text(_function))(with_config(_function))

@@ -27,15 +27,18 @@ DISTRIBUTIONS = {
     "wandb": "wandb",
     "mlflow": "mlflow-skinny",
     "comet_ml": "comet-ml",
+    "starlette": "starlette",
+    "uvicorn": "uvicorn",
 }
 TRAINING = ("megatron.bridge", "megatron.core", "torch")
+SERVING = ("starlette", "uvicorn")
 LOCKS = ("tools", "base", "torch", "megatron", "gpu")  # in scripts/lock; each needs those before it
 # Distribution -> its lock, where that is not `megatron`; or the extra of this package that installs it.
 LOCK_OF = {
     "numba": "base", "torch": "torch", "triton": "torch",
     **dict.fromkeys(("transformer-engine", "mamba-ssm", "causal-conv1d"), "gpu"),
 }  # fmt: skip
-EXTRAS = {"wandb": "wandb", "mlflow-skinny": "mlflow", "comet-ml": "comet"}
+EXTRAS = {"wandb": "wandb", "mlflow-skinny": "mlflow", "comet-ml": "comet", **dict.fromkeys(SERVING, "serve")}
 
 
 def check(command: str, modules: Sequence[str]) -> None:
@@ -58,7 +61,8 @@ def message(command: str, distributions: Sequence[str]) -> str:
     *others, last = distributions
     names, are = (f"{', '.join(others)} and {last}", "are") if others else (last, "is")
     if {*distributions} <= EXTRAS.keys():
-        how = f"pip install 'tp-invariant-recipes[{','.join(EXTRAS[name] for name in distributions)}]'"
+        extras = dict.fromkeys(EXTRAS[name] for name in distributions)
+        how = f"pip install 'tp-invariant-recipes[{','.join(extras)}]'"
     else:
         last_lock = max(LOCKS.index(LOCK_OF.get(name, "megatron")) for name in distributions)
         files = ", ".join(f"{name}.txt" for name in LOCKS[: last_lock + 1])

@@ -142,7 +142,7 @@ class Engine:
         between: called on every rank before each pass, to let sequences join and leave, with the completions that ended
             in the pass before, and whether no coupled rank had anything to compute.
         """
-        group, count, idle = self._coupled(), 0, True
+        group, count, idle = self.coupled, 0, True
         ended: list[Completion] = []
         with self._cache(self._blocks, 1).entered():
             while between(ended, idle):
@@ -171,7 +171,7 @@ class Engine:
         plan = Schedule(sequences, Blocks(self._blocks, self.block), self.sequences, self.chunk)
         completions: list[Completion] = []
         pending: list[tuple[list[SampleState], torch.Tensor]] = []  # draws of passes over prompts, which do not wait
-        group, count = self._coupled(), 0
+        group, count = self.coupled, 0
         with passes.entered():
             while True:
                 spans = plan.prompts()
@@ -211,7 +211,8 @@ class Engine:
                     ended.append(sequence.completion(reason))
         return ended
 
-    def _coupled(self) -> Any:
+    @property
+    def coupled(self) -> Any:
         """Return the ranks that compute every pass together though they have other sequences; None: there are none."""
         from megatron.core import parallel_state as state
 

@@ -182,7 +182,7 @@ def check(requests: Sequence[Request], vocabulary: int, longest: int | None, *, 
     listed: list[str] = []
     ids: set[str] = set()
     for request in requests:
-        listed += [f"request {request.id}: {why}" for why in _unfit(request, vocabulary, longest, text)]
+        listed += [f"request {request.id}: {why}" for why in unfit(request, vocabulary, longest, text)]
         if request.id in ids:
             listed.append(f"request {request.id}: its id is there twice, and would have the same draws")
         ids.add(request.id)
@@ -191,7 +191,8 @@ def check(requests: Sequence[Request], vocabulary: int, longest: int | None, *, 
     refuse(listed)
 
 
-def _unfit(request: Request, vocabulary: int, longest: int | None, text: bool) -> Iterator[str]:
+def unfit(request: Request, vocabulary: int, longest: int | None, text: bool) -> Iterator[str]:
+    """Yield what keeps a request from being completed."""
     sampling, tokens = request.sampling, request.tokens
     if not tokens:
         yield "an empty prompt, which predicts nothing"
