@@ -123,7 +123,7 @@ def serve(
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Decode in CUDA graphs, on a GPU.")] = True,
     _trusted: TrustRecipe = False,
 ) -> None:
-    """Serve rollouts and scores over HTTP, with the trainer's log-probabilities.
+    """Serve rollouts and scores over HTTP.
 
     The routes are those of SGLang (/generate, /update_weights_from_disk, …) and OpenAI (/v1/completions,
     /v1/chat/completions), and /score. An answer depends on weights, prompt, id or seed, and its keys alone, never on
@@ -133,8 +133,7 @@ def serve(
 
     \b
     tpi serve ~/models/mine tp=2 --port 30000
-    curl localhost:30000/generate -d '{"text": "2 + 3 =", "sampling_params": {"temperature": 0}}'
-    curl localhost:30000/update_weights_from_disk -d '{"model_path": "/models/next"}'
+    tpi serve runs/qwen3_8b-tp4-… --api-key-file key.txt --host 0.0.0.0
     """
     needed.check("tpi serve", needed.TRAINING)
     needed.check("tpi serve", needed.SERVING)

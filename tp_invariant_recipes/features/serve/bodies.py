@@ -90,7 +90,7 @@ _DRAWS: dict[str, Key] = {
     "stop_token_ids": (_ids, f"must be a list of up to {STOPS} token ids"),
     "ignore_eos": BOOL,
 }
-SAMPLING = {
+SAMPLING: dict[str, Key] = {
     **_DRAWS, "max_new_tokens": _whole(1, (1 << 31) - 1), "sampling_seed": _whole(0, SEEDS - 1),
     "min_p": _only(0, 0.0), "min_new_tokens": _only(0), "frequency_penalty": _only(0, 0.0),
     "presence_penalty": _only(0, 0.0), "repetition_penalty": _only(1, 1.0), "skip_special_tokens": BOOL,
@@ -99,7 +99,7 @@ SAMPLING = {
         ("stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "custom_params"), _only()
     ),
 }  # fmt: skip
-GENERATE = {
+GENERATE: dict[str, Key] = {
     "input_ids": (partial(_is, list), "must be a list of token ids, or of such lists"),
     "text": (partial(_list_of, str), "must be a text or a list of texts"),
     "sampling_params": (partial(_list_of, dict), "must be an object, or one for each prompt"),
@@ -117,7 +117,7 @@ GENERATE = {
         _only(),
     ),
 }  # fmt: skip
-_OPENAI = {
+_OPENAI: dict[str, Key] = {
     **_DRAWS, "model": TEXT, "max_tokens": _whole(1, (1 << 31) - 1), "seed": _whole(0, SEEDS - 1), "stream": BOOL,
     "stream_options": (partial(_is, dict), "must be an object"), "return_token_ids": BOOL, "bits": BOOL,
     "return_tokens_as_token_ids": BOOL, "rid": TEXT, "request_id": TEXT, "skip_special_tokens": BOOL,
@@ -127,29 +127,32 @@ _OPENAI = {
     **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier"), ANY),
     **dict.fromkeys(("priority", "cache_salt", "prompt_logprobs", "truncate_prompt_tokens"), _only()),
 }  # fmt: skip
-COMPLETIONS = {
+COMPLETIONS: dict[str, Key] = {
     **_OPENAI, "prompt": ANY, "logprobs": _whole(0, 1), "echo": _only(False), "best_of": _only(1),
     "suffix": _only(), "add_special_tokens": _only(True), "response_format": _only({"type": "text"}),
 }  # fmt: skip
-CHAT = {
+CHAT: dict[str, Key] = {
     **_OPENAI, "messages": (partial(_is, list), "must be a list of messages"), "logprobs": BOOL,
     "top_logprobs": _only(0), "max_completion_tokens": _whole(1, (1 << 31) - 1),
     "response_format": _only({"type": "text"}), "tools": _only([]), "tool_choice": _only("none", "auto"),
     "parallel_tool_calls": ANY, "add_generation_prompt": _only(True), "continue_final_message": _only(False),
     "chat_template_kwargs": _only({}), "reasoning_effort": _only(), "echo": _only(False),
 }  # fmt: skip
-UPDATE = {
+UPDATE: dict[str, Key] = {
     "model_path": TEXT, "step": _whole(0, 1 << 40), "abort_all_requests": BOOL, "flush_cache": _only(True),
     "load_format": _only("auto"), "is_async": _only(False), "keep_pause": _only(False), "token_step": _only(0),
     "torch_empty_cache": _only(False), "recapture_cuda_graph": _only(False), "weight_version": _only(),
     "manifest": _only(),
 }  # fmt: skip
-PAUSE = {"mode": (partial(_among, PAUSES), f"must be one of {', '.join(PAUSES)}")}
-ABORT_KEYS = {"rid": TEXT, "abort_all": BOOL, "abort_message": ANY, "finished_reason": _only()}
-CONTINUE = {"torch_empty_cache": _only(False, True)}
+PAUSE: dict[str, Key] = {"mode": (partial(_among, PAUSES), f"must be one of {', '.join(PAUSES)}")}
+ABORT_KEYS: dict[str, Key] = {"rid": TEXT, "abort_all": BOOL, "abort_message": ANY, "finished_reason": _only()}
+CONTINUE: dict[str, Key] = {"torch_empty_cache": _only(False, True)}
 EMPTY: dict[str, Key] = {"timeout": ANY}
 _ROW = ("id", "tokens", "attention_mask", "cu_seqlens", "text", "prompt", "response", "messages", "prompt_token_ids")
-SCORE = {**dict.fromkeys((*_ROW, "token_ids", "prompt_length"), ANY), "sequences": (partial(_is, list), "must be rows")}
+SCORE: dict[str, Key] = {
+    **dict.fromkeys((*_ROW, "token_ids", "prompt_length"), ANY),
+    "sequences": (partial(_is, list), "must be rows"),
+}
 
 
 def check(body: Mapping[str, Any], keys: Mapping[str, Key], within: str = "") -> dict[str, Any]:

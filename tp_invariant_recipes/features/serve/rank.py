@@ -2,6 +2,7 @@
 """A rank of `tpi serve`: between passes of the engine, requests join and leave, and weights change."""
 
 import pickle
+import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Serve:
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raise RunError: a log-probability is no number."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a whole group of processes: the launcher drains
         with loaded_for_inference(self.config, self.weights.checkpoint) as model:
             loop = Loop(self, model, self.pipes[rank_info.rank])
             loop.run()
