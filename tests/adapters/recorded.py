@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interfaces that the adapters implement, as verl 0.9.1 and NeMo-RL of November 2026 declare them: names, arguments
-and defaults. tests/adapters/test_verl.py compares those of verl with an installed one.
+and defaults. tests/adapters/test_installed_verl.py compares those of verl with an installed one.
 """
 
 import sys

@@ -11,13 +11,16 @@ repeats from run to run with `rollout.full_determinism=True`.
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
 import ray
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
 from verl.workers.rollout import base
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
@@ -56,7 +59,8 @@ class Rollout(base.BaseRollout):
             graphs=not config.enforce_eager,
             decode=self.model_config.tokenizer.decode,
         )
-        self.engine.model.register_forward_pre_hook(_without_padding_mask, with_kwargs=True)
+        model = self.engine.model
+        model.forward = _padded(model.forward, model.config.virtual_shards)
 
     async def resume(self, tags: list[str]) -> None:
         """Return at once: the weights are the actor's, and the next batch takes memory for the cache."""
@@ -91,12 +95,23 @@ def _problems(config: Any, actor: Any) -> Iterator[str]:
         yield f"the layout of the rollout is the actor's; {keys}"
 
 
-def _without_padding_mask(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Leave out verl's mask of tokens, [b, s] bool: padding follows all tokens, and no query reads a later key."""
-    mask = kwargs.get("attention_mask")
-    if mask is not None and mask.dim() == 2 and bool((mask.int().diff(dim=1) <= 0).all()):
-        kwargs = kwargs | {"attention_mask": None}
-    return args, kwargs
+def _padded(forward: Callable[..., Tensor], shards: int) -> Callable[..., Tensor]:
+    """Return the forward pass of a model as verl's actor calls it, with its mask of tokens, [b, s] bool.
+
+    The mask is left out: padding follows all tokens, and no query reads a later key. V divides the padded length.
+    """
+
+    @wraps(forward)
+    def padded(*args: Any, **kwargs: Any) -> Tensor:
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask.dim() != 2:
+            return forward(*args, **kwargs)
+        refuse(["attention_mask: padding precedes a token"] if bool((mask.int().diff(dim=1) > 0).any()) else [])
+        more = (0, -mask.shape[1] % shards)
+        longer = {name: functional.pad(kwargs[name], more) for name in ("input_ids", "position_ids")}
+        return forward(*args, **kwargs | longer | {"attention_mask": None})[:, : mask.shape[1]]
+
+    return padded
 
 
 def _worker(process: Any) -> Any:

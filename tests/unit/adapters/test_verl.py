@@ -6,6 +6,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.adapters import recorded
 from tp_invariant_recipes import Completion, TpiError
@@ -205,3 +206,18 @@ def test_a_replica_beside_the_actor_is_refused(verl):
     replica.rollout_mode = verl.RolloutMode.STANDALONE
     with pytest.raises(TpiError, match="nnodes=0"):
         asyncio.run(replica.launch_servers())
+
+
+def test_the_forward_pass_gets_whole_shards_and_no_mask(verl):
+    def forward(input_ids, position_ids, attention_mask):
+        seen.append((input_ids.tolist(), position_ids.tolist(), attention_mask))
+        return input_ids.unsqueeze(-1)
+
+    seen = []
+    padded = verl._padded(forward, 4)
+    ids, mask = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[True, True, True], [True, False, False]])
+    assert padded(input_ids=ids, position_ids=ids, attention_mask=mask).squeeze(-1).tolist() == ids.tolist()
+    assert seen == [([[5, 6, 7, 0], [8, 0, 0, 0]],) * 2 + (None,)]
+    assert padded(ids, ids, attention_mask=None).shape == (2, 3, 1)
+    with pytest.raises(TpiError, match="padding precedes a token"):
+        padded(input_ids=ids, position_ids=ids, attention_mask=mask.flip(1))

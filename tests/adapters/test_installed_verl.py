@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter in the installed verl, on a CPU: `scripts/try-verl`."""
+
+import asyncio
+import importlib.util
+import inspect
+import re
+
+import pytest
+
+from tests.adapters import recorded, verl_toy
+from tests.adapters.verl_toy import ANSWERS, PROMPTS, RESPONSE, Batch
+from tests.distributed.ranks import on_ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed; see scripts/try-verl"),
+    pytest.mark.release,
+    pytest.mark.usefixtures("bridge"),
+]
+UPDATES = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return verl_toy.make_folder(tmp_path_factory.mktemp("verl") / "model")
+
+
+def updates(mesh, folder):
+    """Of each step: the rollout's and the actor's log-probabilities of all tokens, and the addresses of weights."""
+    import torch
+
+    from tp_invariant_recipes import Request, Sampling
+
+    verl_toy.set_variables(mesh.rank, mesh.size)
+    with verl_toy.on_a_cpu():
+        from tp_invariant_recipes.adapters import verl as adapter
+
+        worker, steps = verl_toy.worker(folder, mesh.size), []
+        sampling = Sampling(RESPONSE, do_sample=True, top_k=0, seed=42, eos_token_id=1)
+        prompts = [prompt for prompt in PROMPTS for _ in range(ANSWERS)]
+        for step in range(UPDATES):
+            asyncio.run(worker.update_weights(global_steps=step, mode="naive"))
+            engine = worker.rollout.engine
+            assert {p.data_ptr() for p in engine.model.parameters()} <= {
+                p.data_ptr() for module in worker.actor.engine.module for p in module.parameters()
+            }
+            adapter.generate(worker, [])  # a batch without requests
+            requests = [Request(f"{n}", prompt, sampling) for n, prompt in enumerate(prompts)]
+            completions = engine.generate([Request(f"{step}/{r.id}", r.tokens, sampling) for r in requests])
+            results = adapter.generate(worker, requests)
+            assert results == ((completions, step) if mesh.rank == 0 else None)
+            batch = Batch(prompts, [each.tokens for each in completions])
+            old = batch.old_log_prob(worker)
+            rollout = torch.tensor([number for each in completions for number in each.log_probabilities])
+            rewards = torch.tensor([sum(each.tokens) % 7 / 7 for each in completions])
+            padded = torch.zeros(batch.answered.shape).masked_scatter(batch.answered, rollout)
+            steps.append((rollout, old[batch.answered] if old is not None else None))
+            batch.update(worker, padded, rewards)
+            asyncio.run(worker.rollout.release())
+    return steps
+
+
+def test_the_rollout_and_the_actor_agree_in_all_bits_over_five_updates(folder):
+    one, two = on_ranks(1, 8, updates, folder), on_ranks(2, 8, updates, folder)
+    texts = []
+    for (rollout, old), (sliced, of_slices), (other, _) in zip(*one, *two, strict=True):
+        assert rollout.numel() > 60
+        assert rollout.tolist() == old.tolist() == sliced.tolist() == of_slices.tolist() == other.tolist()
+        texts.append(rollout.tolist())
+    assert len({tuple(text) for text in texts}) == UPDATES
+
+
+def naive(mesh, folder):
+    """The same with verl's own rollout over transformers' model."""
+    from types import SimpleNamespace
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    verl_toy.set_variables(0, 1)
+    with verl_toy.on_a_cpu():
+        from verl import DataProto
+        from verl.workers.rollout.naive import NaiveRollout
+
+        worker = verl_toy.worker(folder, 1)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        config = SimpleNamespace(response_length=RESPONSE, temperature=1.0, top_k=None, do_sample=True)
+        prompts = [PROMPTS[0]] * 8
+        ids = torch.tensor(prompts)
+        columns = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(3).expand(8, 3),
+        }
+        torch.manual_seed(1)
+        asked = DataProto.from_dict(columns, meta_info={"eos_token_id": [1]})
+        # NaiveRollout of verl 0.9.1 is abstract; its method needs a module and a configuration.
+        answered = NaiveRollout.generate_sequences(SimpleNamespace(module=model, config=config), asked).batch
+        batch = Batch(prompts, answered["responses"].tolist())
+        return answered["old_log_probs"].float().flatten(), batch.old_log_prob(worker).flatten()
+
+
+def test_verls_own_rollout_does_not(folder):
+    ((rollout, old),) = on_ranks(1, 8, naive, folder)
+    print(f"{int((rollout != old).sum())} of {old.numel()} differ, at most by {(rollout - old).abs().max():.3g}")
+    assert (rollout - old).abs().max() < 0.1  # it is the same model
+    assert (rollout != old).sum() > old.numel() / 2
+
+
+def shape(function):
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def test_the_recorded_interface_is_verls():
+    from verl.workers.rollout import base, llm_server, replica
+
+    for ours, theirs in ((recorded.BaseRollout, base.BaseRollout), (recorded.RolloutReplica, replica.RolloutReplica)):
+        assert ours.__abstractmethods__ == theirs.__abstractmethods__
+        for name in ("__init__", *ours.__abstractmethods__):
+            assert shape(getattr(ours, name)) == shape(getattr(theirs, name))
+    assert set(recorded.TokenOutput.FIELDS) == set(replica.TokenOutput.model_fields)
+    called = set(re.findall(r"server\.(\w+)\.remote\(", inspect.getsource(replica)))
+    assert called | {"generate"} == set(recorded.SERVER)
+    (text,) = re.findall(r"server\.generate\.remote\((.*?)\*\*", inspect.getsource(llm_server), re.S)
+    assert tuple(re.findall(r"(\w+)=", text)) == recorded.SERVER["generate"]
+    assert ("vllm", "async") in base._ROLLOUT_REGISTRY
