@@ -219,6 +219,10 @@ ROWS: tuple[Adjustment, ...] = (
     *(_by_row(path, field) for path, field in adjustable()),
     # Without FSDP the optimizer is as sharded as the recipe says, and a model has memory from the beginning.
     _row(False, "only FSDP gives it memory later", "model.init_model_with_meta_device"),
+    _row(False, "DistributedDataParallel computes the same bits, for any numerics.data_shards", "ddp.use_megatron_fsdp "
+         "dist.use_megatron_fsdp"),
+    _row("torch_dist", "only FSDP has that format", "checkpoint.ckpt_format",
+         lambda t, was: was == run_config.FSDP_FORMAT and not t.fsdp),
     # The flag first: the new name does not say it.
     _row(True, "the old name has it", f"optimizer.{muon.LAYER_WISE}", _is_old_layer_wise, unset=True),
     _row(muon.MUON, "Megatron-Core's new name", "optimizer.optimizer", lambda t, was: was == muon.OLD_NAME),

@@ -38,6 +38,7 @@ _WAITS = "a layer waits for the weights that it reads"
 _FP16_ONLY = "only fp16 reads it"
 _GRAPH = "forward and backward passes are captured, and nothing else"
 _FSDP = "FSDP reduces gradients in an order of its own"
+_SAME = "Megatron-FSDP has the sums of DistributedDataParallel"
 _COMPLETE = "norm weight gradients are complete only when a backward pass ends"
 _READ_EARLY = "layers read weights that are still being gathered"
 _UNREAD = "Megatron-Bridge does not read it"
@@ -119,15 +120,18 @@ DDP = section(
     row(OFF, "nccl_ub disable_symmetric_registration", _SWITCH, adjust_to=False),
     row(OFF, "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache", _FP8, adjust_to=False),
     row(OFF, "fp4_param_gather", _FP8),
-    row(OFF, "~use_megatron_fsdp fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration "
+    row(BOOL, "~use_megatron_fsdp", _SAME),
+    row(OFF, "fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration "
         "megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode "
         "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer", _FSDP, adjust_to=False),
     row(OFF, "use_custom_fsdp", _FSDP),
-    row(only("no_shard"), "~data_parallel_sharding_strategy outer_dp_sharding_strategy", _FSDP, adjust_to="no_shard"),
+    row(only("no_shard", "optim", "optim_grads", "optim_grads_params"), "~data_parallel_sharding_strategy", _SAME),
+    row(only("no_shard"), "outer_dp_sharding_strategy", _FSDP, adjust_to="no_shard"),
     row(ON, "gradient_reduce_div_fusion", _FSDP),
     row(ON, "fsdp_all_gather_in_start_param_sync", _FSDP, adjust_to=True),
     row(NULL, "suggested_communication_unit_size", _FSDP, COUNT, adjust_to=None),
-    row(NULL, "megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype", _FSDP, adjust_to=None),
+    row(only("float32"), "~megatron_fsdp_main_grads_dtype", _FP32, adjust_to="float32"),
+    row(NULL, "megatron_fsdp_grad_comm_dtype", _FSDP, adjust_to=None),
     row(only("float32"), "megatron_fsdp_main_params_dtype", _FSDP),
 )  # fmt: skip
 

@@ -165,7 +165,7 @@ CHECKPOINT = section(
     row(ANY, "storage_writers_per_rank dist_ckpt_workers", BYTES, COUNT),
     row(only("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"), ""
         "dist_ckpt_strictness", _RESUMED),
-    row(only("torch_dist"), "~ckpt_format", _RESUMED, adjust_to="torch_dist"),
+    row(only("torch_dist", "fsdp_dtensor"), "~ckpt_format", _RESUMED, adjust_to="torch_dist"),
     row(ON, "save_optim save_rng", _RESUMED, adjust_to=True),
     row(OFF, "load_main_params_from_ckpt strict_fsdp_dtensor_load", _RESUMED),
     row(NULL, "non_persistent_save_interval replication_jump", _LOCAL, COUNT),
@@ -200,7 +200,7 @@ _OVERLAP = "overlapped collectives add in an order of their own"
 DIST = section(
     row(only("nccl", "gloo"), "distributed_backend", "the sums of other backends are not covered"),
     row(BOOL, "use_gloo_process_groups align_grad_reduce", BYTES),
-    row(OFF, "~use_megatron_fsdp", _FSDP, adjust_to=False),
+    row(BOOL, "~use_megatron_fsdp", "Megatron-FSDP has the sums of DistributedDataParallel"),
     row(OFF, "use_torch_fsdp2", _FSDP),
     row(OFF, "use_sharp", _SWITCH, adjust_to=False),
     row(NULL, "sharp_enabled_group", _SWITCH, adjust_to=None),

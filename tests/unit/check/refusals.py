@@ -468,6 +468,21 @@ FSDP, typed: qwen3_toy gbs=4 dp=2 numerics=stock ledger.digests=0 ddp.use_megatr
     taken: ddp.data_parallel_sharding_strategy=no_shard | ddp.data_parallel_sharding_strategy=optim | tp=2 |
         ddp.data_parallel_sharding_strategy=optim_grads | ddp.data_parallel_sharding_strategy=optim_grads_params |
         numerics=deterministic
+INVARIANT_FSDP, typed: qwen3_toy gbs=4 dp=2 ddp.use_megatron_fsdp=true ledger.digests=0
+        optimizer.use_distributed_optimizer=true numerics.data_shards=4
+        ddp.data_parallel_sharding_strategy=optim_grads
+    limits: ddp.data_parallel_sharding_strategy=no_shard | numerics.context_shards=2 | guard=products |
+        ddp.overlap_param_gather=true
+    passes: numerics.data_shards=2 | gbs=8 | gbs=12
+    taken: gbs=8 numerics.data_shards=8 | ddp.data_parallel_sharding_strategy=optim_grads_params |
+        ddp.data_parallel_sharding_strategy=optim gbs=8 | numerics=portable | tp=2 |
+        ddp.data_parallel_sharding_strategy=optim ddp.overlap_grad_reduce=true
+INVARIANT_FSDP_EXPERTS, typed: qwen3_moe_toy gbs=4 dp=2 ddp.use_megatron_fsdp=true ledger.digests=0
+        optimizer.use_distributed_optimizer=true numerics.data_shards=4
+        ddp.data_parallel_sharding_strategy=optim_grads numerics.expert_groups=4
+    passes: numerics.expert_groups=2
+    taken: ddp.data_parallel_sharding_strategy=optim_grads_params ep=2 | tp=2 ep=4 |
+        ddp.data_parallel_sharding_strategy=optim numerics.expert_groups=2
 WITHOUT_FSDP, typed: qwen3_toy numerics=stock
     alone: checkpoint.ckpt_format=fsdp_dtensor | dist.use_megatron_fsdp=true | dist.use_torch_fsdp2=true
 GUARD, typed: qwen3_toy gbs=4 dp=2 guard=shadow

@@ -99,8 +99,8 @@ model: _target_ apply_rope_fusion attention_backend attention_softmax_in_fp32 ba
     virtual_pipeline_model_parallel_size
 rng: te_rng_tracker
 dataset: create_attention_mask num_workers
-ddp: average_in_collective check_for_nan_in_grad data_parallel_sharding_strategy overlap_grad_reduce
-    overlap_param_gather use_distributed_optimizer
+ddp: average_in_collective check_for_nan_in_grad data_parallel_sharding_strategy megatron_fsdp_main_grads_dtype
+    overlap_grad_reduce overlap_param_gather use_distributed_optimizer
 optimizer: overlap_param_gather use_distributed_optimizer
 scheduler: override_opt_param_scheduler
 train: exit_signal_handler manual_gc manual_gc_interval micro_batch_size train_iters

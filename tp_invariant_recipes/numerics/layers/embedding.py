@@ -30,7 +30,12 @@ from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.row_sums import add_rows
-from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, is_leaf, weight_gradient
+from tp_invariant_recipes.numerics.sums.weight_gradient import (
+    added_to_main_grad,
+    is_leaf,
+    main_grad_of,
+    weight_gradient,
+)
 
 # Attributes of a weight: sums of lookups apart from main_grad, [contexts, rows, h] fp32.
 LOOKUPS, AHEAD = "lookup_gradient", "ahead_gradient"
@@ -63,9 +68,9 @@ class _Lookup(LayerFunction):
             return None, None, None, None, None
         parts = zip(gradients[0].chunk(ctx.contexts, 1), ids.chunk(ctx.contexts, 1), strict=True)
         looked_up = [(rows.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for rows, at in parts]
-        ahead = ctx.ahead and getattr(weight, "main_grad", None) is not None
+        ahead = ctx.ahead and main_grad_of(weight) is not None
         # The output layer's gradient goes to the same buffer: Megatron marks such a weight at pp=1.
-        if ahead or (getattr(weight, "zero_out_wgrad", False) and getattr(weight, "main_grad", None) is not None):
+        if ahead or (getattr(weight, "zero_out_wgrad", False) and main_grad_of(weight) is not None):
             # [contexts, rows, h] fp32.
             name = AHEAD if ahead else LOOKUPS
             if getattr(weight, name, None) is None:

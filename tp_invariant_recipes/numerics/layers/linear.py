@@ -31,7 +31,7 @@ from tp_invariant_recipes.numerics.layers.norm import Norm, check_rows
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerSum
 from tp_invariant_recipes.numerics.sums.tree import Reducing, all_gather, start_reduce_scatter
-from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, main_grad_of
 
 
 def column_parallel(
@@ -233,7 +233,7 @@ def add_slice(weight: Tensor, mine: Tensor, rank: int) -> Tensor:
     With `main_grad` it is added there, and the result is what a backward pass returns to autograd.
     """
     start = rank * len(mine)
-    if getattr(weight, "main_grad", None) is None:
+    if main_grad_of(weight) is None:
         total = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
         total[start : start + len(mine)] += mine  # 0.0 + -0.0 is 0.0, on one rank as on several
         return total.to(weight.dtype).view(weight.shape)
@@ -288,7 +288,7 @@ class _ChunkedLinear(LayerFunction):
 
 def _kept_rows(weight: Any, total: Tensor) -> Tensor:
     total = total.view(weight.shape)
-    if getattr(weight, "main_grad", None) is None:
+    if main_grad_of(weight) is None:
         return total.to(weight.dtype)
     weight.main_grad.add_(total)
     return added_to_main_grad(weight)

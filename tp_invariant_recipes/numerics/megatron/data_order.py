@@ -4,7 +4,8 @@
 A step has B sequences, numbered as the data set has them. Data shard d of D has those from d · B/D on, and rank r of dp
 those from r · B/dp on: its shards, one after the other. The rank computes them one at a time. So neither dp nor the
 micro-batch size changes which shard a sequence belongs to, or the order in a shard. The same holds for validation and
-tests. In training the shards of an expert group take turns (numerics/sums/expert_groups.py).
+tests. In training the shards of an expert group take turns (numerics/sums/expert_groups.py). Where a pass is a data
+shard (numerics/megatron/fsdp.py), rank r of dp has instead the sequences r, dp + r, 2 dp + r …
 
 Megatron's own samplers deal micro-batches, or examples for fine-tuning, to the ranks in turn. The one that Bridge has
 for validation draws them at random, in an order that depends on dp and micro-batch size.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from tp_invariant_recipes.numerics.sums import expert_groups
+from tp_invariant_recipes.numerics.sums import data_shards, expert_groups
 from tp_invariant_recipes.replacement import Replacement, applied
 
 
@@ -23,6 +24,7 @@ class ConsecutiveSampler:
 
     The arguments are those of Megatron's sampler, and
     batch:  B, a multiple of micro-batch size times ranks. Steps that are not whole are left out.
+    shards: D. Where ranks take data shards of one sequence in turn, the micro-batch size is 1.
     cyclic: whether the whole steps come again and again, one pass for each time that the sampler is iterated.
     """
 
@@ -36,6 +38,7 @@ class ConsecutiveSampler:
         drop_last: bool = True,
         *,
         batch: int,
+        shards: int | None = None,
         cyclic: bool = False,
     ) -> None:
         whole = total_samples // batch * batch
@@ -47,7 +50,8 @@ class ConsecutiveSampler:
             raise ValueError(f"{data_parallel_size} ranks of {micro_batch_size} do not divide {batch} sequences")
         self.total, self.consumed, self.batch = total_samples, consumed_samples, batch
         self.size, self.each, self.cyclic = micro_batch_size, batch // data_parallel_size, cyclic
-        self.first = data_parallel_rank * self.each
+        self.turns = data_shards.in_turn(batch, shards)
+        self.rank, self.ranks = data_parallel_rank, data_parallel_size
 
     def __len__(self) -> int:
         """All sequences, as Megatron's has it."""
@@ -59,19 +63,24 @@ class ConsecutiveSampler:
         if self.cyclic:
             self.consumed = 0
         for step in range(begin, self.total - self.batch + 1, self.batch):
-            for start in range(step + self.first, step + self.first + self.each, self.size):
+            if self.turns:
+                yield from ([number] for number in range(step + self.rank, step + self.batch, self.ranks))
+                continue
+            first = step + self.rank * self.each
+            for start in range(first, first + self.each, self.size):
                 yield list(range(start, start + self.size))
 
 
 class ConsecutiveBatchSampler:
     """The numbers of a rank's examples, all of a step at once; for torch's DataLoader.
 
-    whole: Megatron's sampler for fine-tuning on one rank, which shuffles each epoch and yields the B examples of a
-           step.
+    whole:  Megatron's sampler for fine-tuning on one rank, which shuffles each epoch and yields the B examples of a
+            step.
+    shards: D, as above.
     """
 
-    def __init__(self, whole: Iterable[list[int]], rank: int, ranks: int) -> None:
-        self.whole, self.rank, self.ranks = whole, rank, ranks
+    def __init__(self, whole: Iterable[list[int]], rank: int, ranks: int, shards: int | None = None) -> None:
+        self.whole, self.rank, self.ranks, self.shards = whole, rank, ranks, shards
 
     def __len__(self) -> int:
         """Return steps until the examples are used up."""
@@ -83,24 +92,28 @@ class ConsecutiveBatchSampler:
             each, rest = divmod(len(step), self.ranks)
             if rest:
                 raise ValueError(f"{self.ranks} ranks do not divide the {len(step)} examples of a step")
-            yield step[self.rank * each : (self.rank + 1) * each]
+            turns = data_shards.in_turn(len(step), self.shards)
+            yield step[self.rank :: self.ranks] if turns else step[self.rank * each : (self.rank + 1) * each]
 
 
-def _of_rank(original: Callable[..., Any]) -> Callable[..., ConsecutiveBatchSampler]:
+def _of_rank(original: Callable[..., Any], shards: int) -> Callable[..., ConsecutiveBatchSampler]:
     def sampler(*, data_parallel_rank: int, data_parallel_size: int, **more: Any) -> ConsecutiveBatchSampler:
         whole = original(data_parallel_rank=0, data_parallel_size=1, **more)
-        return ConsecutiveBatchSampler(whole, data_parallel_rank, data_parallel_size)
+        return ConsecutiveBatchSampler(whole, data_parallel_rank, data_parallel_size, shards)
 
     return sampler
 
 
-def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Get a replacement for build_pretraining_data_loader of Bridge's loaders: it builds Megatron's sampler by name."""
+def consecutive(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
+    """Get a replacement for build_pretraining_data_loader of Bridge's loaders: it builds Megatron's sampler by name.
+
+    shards: D.
+    """
 
     def build_pretraining_data_loader(*args: Any, global_batch_size: int | None = None, **kwargs: Any) -> Any:
         if global_batch_size is None:
             raise ValueError("which sequences a rank computes follows from the global batch size, and none is given")
-        sampler = partial(ConsecutiveSampler, batch=global_batch_size)
+        sampler = partial(ConsecutiveSampler, batch=global_batch_size, shards=shards)
 
         def validation(dataset: Any, *, data_sharding: bool, **more: Any) -> ConsecutiveSampler:
             return sampler(cyclic=True, **more)
@@ -108,7 +121,7 @@ def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
         samplers, why = "megatron.bridge.data.samplers", "it deals them in turn"
         rows = [
             Replacement(f"{samplers}:MegatronPretrainingSampler", lambda _: sampler, why),
-            Replacement(f"{samplers}:MegatronPretrainingBatchSampler", _of_rank, why),
+            Replacement(f"{samplers}:MegatronPretrainingBatchSampler", partial(_of_rank, shards=shards), why),
             Replacement(f"{samplers}:MegatronPretrainingRandomSampler", lambda _: validation, "its order follows dp"),
         ]
         with applied(rows):

@@ -54,14 +54,10 @@ def prepared(original: Callable[..., None], shards: int | None, contexts: int | 
             # The loss was divided by the sequences of all ranks (`divided_by_all_ranks`).
             for bucket in (bucket for buffer in _buffers(self) for bucket in buffer.buckets):
                 bucket.gradient_scaling_factor = 1.0
-            of_rank, once = shards // ranks, _adds_once(self.config)
-            from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-            each = get_num_microbatches() // of_rank
-            turns = sums.turns if self.config.num_moe_experts else 1
-            dense = ShardCounter(of_rank, each, lambda: _of_dense(self), turns=turns, once=once)
-            once = once and len(sums.chain) == 1
-            experts = ShardCounter(of_rank // turns, turns * each, lambda: _of_experts(self), once=once)
+            dense, experts = counters(
+                self.config, shards // ranks, sums, lambda: _of_dense(self), lambda: _of_experts(self)
+            )
+        data_shards.take_turns(False)
         self.shard_counters, self.context_ranks = (dense, experts), sums.cp
         of_context = (contexts or 1) // sums.cp
         _prepare(self.buffers, self.bucket_groups, dense, (1, of_context), (sums.cp, 1))
@@ -90,6 +86,26 @@ def _prepare(
             setattr(weight, CONTEXTS, [data[start:end].view(weight.main_grad.shape) for data in buffer.context_data])
         for bucket in buffer.buckets:
             bucket.buffers = (buffer.grad_data, *buffer.context_data)
+
+
+def counters(
+    config: Any,
+    of_rank: int,
+    sums: ExpertGroups,
+    of_dense: Callable[[], list[Tensor]],
+    of_experts: Callable[[], list[Tensor]],
+) -> tuple[ShardCounter, ShardCounter]:
+    """Return what adds up the gradients of a rank's consecutive data shards: of experts, and of all else.
+
+    of_rank: D/dp. of_dense, of_experts: return all that backward passes add to.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    once, each = _adds_once(config), get_num_microbatches() // of_rank
+    turns = sums.turns if config.num_moe_experts else 1
+    dense = ShardCounter(of_rank, each, of_dense, turns=turns, once=once)
+    once = once and len(sums.chain) == 1
+    return dense, ShardCounter(of_rank // turns, turns * each, of_experts, once=once)
 
 
 def _adds_once(config: Any) -> bool:
@@ -122,12 +138,17 @@ def recording_model(original: Callable[..., Any]) -> Callable[..., Any]:
         hook = original(self, param)
 
         def noting(*unused: Any) -> None:
-            _touched[id(self)] = self
+            touch(self)
             hook(*unused)
 
         return noting
 
     return _make_backward_post_hook
+
+
+def touch(model: Any) -> None:
+    """Note that the backward pass that runs has a gradient for the model."""
+    _touched[id(model)] = model
 
 
 def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -283,12 +304,16 @@ def _complete(group: Any) -> None:
         gradients, factor = _of_bucket(bucket), bucket.gradient_scaling_factor
         if factor != 1.0:  # before any sum: (a + b) / 2 is not a/2 + b/2 where a half is subnormal
             torch._foreach_mul_(gradients, factor)
-        contexts = getattr(group, "sums", (1, 1))[1]
-        while len(gradients) > contexts:
-            pairs = [gradients[n : n + contexts] for n in range(0, len(gradients), contexts)]
-            for total, addend in zip(pairs[::2], pairs[1::2], strict=True):
-                torch._foreach_add_(total, addend)
-            gradients = [gradient for pair in pairs[::2] for gradient in pair]
+        add_neighbours(gradients, getattr(group, "sums", (1, 1))[1])
+
+
+def add_neighbours(gradients: list[Tensor], contexts: int = 1) -> None:
+    """Add gradients of data shards in tree order, into the first. contexts: gradients of each, side by side."""
+    while len(gradients) > contexts:
+        pairs = [gradients[n : n + contexts] for n in range(0, len(gradients), contexts)]
+        for total, addend in zip(pairs[::2], pairs[1::2], strict=True):
+            torch._foreach_add_(total, addend)
+        gradients = [gradient for pair in pairs[::2] for gradient in pair]
 
 
 def restarting(original: Callable[..., Any]) -> Callable[..., Any]:

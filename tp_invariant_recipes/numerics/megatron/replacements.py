@@ -121,6 +121,22 @@ ROWS = (
     ReplacementRow("megatron.core.distributed:DistributedDataParallel._make_forward_pre_hook",
         "numerics.megatron.data_parallel:reading_below",
         "layers read weights of modules that never run, which may still be on their way"),
+    # --- The same of Megatron-FSDP ---
+    *(
+        ReplacementRow(f"megatron.core.distributed.fsdp.src.megatron_fsdp.{target}", f"numerics.megatron.fsdp:{name}",
+            why, settings=settings, when=_bridges_loop)
+        for target, name, why, settings in (
+            ("megatron_fsdp:MegatronFSDP.__init__", "prepared",
+             "a rank may have several data shards", ("data_shards",)),
+            ("param_and_grad_buffer:GradReducePipeline._bucket_group_gradient_reduce", "reduced_when_ready",
+             "collectives add in an order of their own, and micro-batches are added up as they come", ()),
+            ("param_and_grad_buffer:ParamAndGradBuffer.reduce_scatter_gradients", "reduced_at_once",
+             "collectives add in an order of their own", ()),
+            ("megatron_fsdp:MegatronFSDP.attach_grad_to_optimizer_state", "finishing",
+             "the sums of the passes are added last", ()),
+            ("param_and_grad_buffer:ParamAndGradBuffer.zero_grad", "zeroing", "gradients lie in more buffers", ()),
+        )
+    ),
     # --- Data, losses and statistics, where the loop is Bridge's ---
     ReplacementRow("megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
         "numerics.megatron.data_parallel:divided_by_all_ranks", "dp changes no rounding", when=_bridges_loop),
@@ -139,7 +155,7 @@ ROWS = (
     ),
     ReplacementRow("megatron.bridge.data.loaders:build_pretraining_data_loader",
         "numerics.megatron.data_order:consecutive", "which sequences a shard has must not depend on dp",
-        when=_bridges_loop),
+        settings=("data_shards",), when=_bridges_loop),
     ReplacementRow("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
         "numerics.sums.step_values:separate_metrics", _ROUTER, when=_bridges_loop),
     ReplacementRow("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",

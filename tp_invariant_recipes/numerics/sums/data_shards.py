@@ -56,6 +56,19 @@ def each_context(mesh: Any, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.chunk(mesh.contexts) for tensor in tensors), strict=True)
 
 
+_turns = [False]
+
+
+def take_turns(turns: bool) -> None:
+    """Have ranks compute a step's sequences in turn, or consecutive ones: numerics/megatron/fsdp.py says why."""
+    _turns[0] = turns
+
+
+def in_turn(sequences: int, shards: int | None) -> bool:
+    """Whether ranks take the sequences of a step in turn, each of which is a data shard then. shards: D."""
+    return _turns[0] and sequences == shards
+
+
 Node = tuple[int, int]  # of the tree over nodes: level and number
 
 _streams: dict[torch.device, Any] = {}  # device -> the stream of what runs beside a forward pass

@@ -3,21 +3,23 @@
 
 Each micro-batch has a value, or one for each context shard (numerics/sums/data_shards.py) or for each sequence of a
 packed row (numerics/megatron/attention/packed.py). A data shard is the sum
-of its micro-batches' values in order; the D shards are a tree, and a data-parallel rank has D/dp consecutive ones. With
+of its micro-batches' values in order; the D shards are a tree, and a data-parallel rank has D/dp consecutive ones, or
+every dp-th (numerics/megatron/fsdp.py). With
 context shards each has such a tree, and their sums are a tree over C.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.row_sums import token_sum
-from tp_invariant_recipes.numerics.sums import bucket_reduction
+from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards
 from tp_invariant_recipes.numerics.sums.expert_groups import visited
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce, tree_sums
+from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce, tree_sum, tree_sums
 
 Rows = dict[int, dict[int, Tensor]]  # micro-batch or packed row -> sequence of the row, else 0 -> value
 
@@ -30,8 +32,11 @@ def summed(values: Tensor, data: VirtualMesh, context: VirtualMesh | None = None
     data:    D shards on dp ranks. context: C shards on cp ranks.
     returns: [n] fp32 on the first rank, and zeros on the others: Megatron's sum over ranks then adds nothing inexactly.
     """
-    shards = tree_sums(token_sum(values.flatten(1), data.local))
-    total = tree_all_reduce(shards, data, torch.float32)
+    if data_shards.in_turn(len(values) * data.size, data.shards):  # shards that run side by side are neighbours
+        ranks, each = replace(data, shards=data.size), token_sum(values.flatten(1), len(values))
+        total = tree_sum(tree_all_reduce(tree_sums(each).unsqueeze(0), ranks, torch.float32))
+    else:
+        total = tree_all_reduce(tree_sums(token_sum(values.flatten(1), data.local)), data, torch.float32)
     if context is not None:
         total = tree_all_reduce(total.view(values.shape[1:]), context, torch.float32)
     return torch.zeros_like(total) if data.rank or (context and context.rank) else total

@@ -44,8 +44,7 @@ def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object]) 
              shape to fill or to add to.
     returns: the weight's shape and dtype.
     """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
+    if main_grad_of(weight) is None:
         gradients = torch.empty(len(compute), *weight.shape, dtype=torch.float32, device=weight.device)
         for fill, gradient in zip(compute, gradients, strict=True):
             fill(gradient, False)
@@ -73,6 +72,14 @@ class _AddedByItself(LayerFunction):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (weight,) = ctx.saved_tensors
         return weight_gradient(weight, lambda out, add: out.add_(gradients[0]) if add else out.copy_(gradients[0]))
+
+
+def main_grad_of(weight: Any) -> Tensor | None:
+    """Return `main_grad`, if Megatron has one for the weight. Megatron-FSDP makes it at its first use in a pass."""
+    gradient = getattr(weight, "main_grad", None)
+    if gradient is None and hasattr(weight, "get_main_grad"):
+        gradient = weight.main_grad = weight.get_main_grad()
+    return gradient
 
 
 def gradients_of(weight: Any) -> list[Tensor]:
@@ -156,7 +163,7 @@ def reduce_weight_gradient(
     With `weight.main_grad` (Megatron's fp32 buffer) the sum is added there when the backward pass ends; without it,
     it is made and returned at once. Either is a collective.
     """
-    if getattr(weight, "main_grad", None) is None:
+    if main_grad_of(weight) is None:
         total = tree_sum(_total(tree_sums(leaves.contiguous()), mesh, everywhere, by_heads))
         if mesh.rank and not everywhere:
             total = torch.zeros_like(total)

@@ -27,7 +27,7 @@ from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batche
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.layers.linear import add_slice
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
-from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of, main_grad_of
 
 
 def adapter_linear(x: Tensor, weight: Tensor, batches: Batches, owners: ExpertHosts) -> Tensor:
@@ -76,7 +76,7 @@ def _each(weight: Tensor, batches: Batches) -> list[Tensor]:
 def _separate_gradient(dy: Tensor, x: Tensor, weight: Any, batches: Batches, owners: ExpertHosts) -> Tensor:
     """Of [e, n, k], as experts.weight_gradients."""
     plain = None
-    if getattr(weight, "main_grad", None) is None:
+    if main_grad_of(weight) is None:
         plain = torch.zeros(batches.buffers, *weight.shape, dtype=torch.float32, device=x.device)
     buffers = gradients_of(weight) if plain is None else plain.unbind(0)
     PLAIN.add_gradients(dy, (x,), [buffer[expert] for expert in batches.experts for buffer in buffers], batches)

@@ -26,7 +26,12 @@ from tp_invariant_recipes.numerics.layers.formats import Format
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
-from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of, reduce_weight_gradient
+from tp_invariant_recipes.numerics.sums.weight_gradient import (
+    added_to_main_grad,
+    gradients_of,
+    main_grad_of,
+    reduce_weight_gradient,
+)
 
 
 def token_gate(
@@ -240,7 +245,7 @@ def weight_gradients(
 
     add: adds to these fp32 tensors, one for each expert and buffer, the gradients of their batches.
     """
-    if all(getattr(weight, "main_grad", None) is None for weight in weights):
+    if all([main_grad_of(weight) is None for weight in weights]):
         plain = torch.zeros(batches.buffers, len(weights), *weights[0].shape, dtype=torch.float32, device=device)
         add([plain[buffer, expert] for expert in batches.experts for buffer in range(batches.buffers)])
         return list(tree_sum(plain, weights[0].dtype))

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the invariant modes cover of Megatron-FSDP: what numerics/megatron/fsdp.py adds in the tree's order."""
+
+from collections.abc import Iterator
+
+from tp_invariant_recipes.check.rule import Rule, cuts_sequences
+from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.settings import finetuning
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+_STRATEGY, _DDP = "ddp.data_parallel_sharding_strategy", "ddp.use_megatron_fsdp=false"
+
+
+def _limits(config: RunConfig) -> Iterator[Problem]:
+    """Yield what an invariant run cannot have beside FSDP."""
+    if config.fsdp == "no_shard":
+        yield Problem(f"{_STRATEGY}=no_shard", "it shards nothing, as DistributedDataParallel", _DDP)
+    if cuts_sequences(config):
+        cut = "model.context_parallel_size=1 numerics.context_shards=1"
+        yield Problem("", "FSDP has no gradients of context shards", f"{cut}, or {_DDP}")
+    if finetuning.packing(config) is not None:
+        yield Problem("", "FSDP is not covered with packed sequences", f"{finetuning.PACKING}=null, or {_DDP}")
+    if config.guard.kind != "off":
+        yield Problem(f"guard={config.guard.kind}", "the guard reads whole gradients", f"guard=off, or {_DDP}")
+    # Layers of experts and Mamba mixers read weights of modules below them, whose own hooks never run.
+    if config.fsdp != "optim_grads_params" and config.at("ddp.overlap_param_gather"):
+        key = "ddp.overlap_param_gather"
+        yield Problem(f"{key}=true", "a layer may read weights that are still being gathered", f"{key}=false")
+
+
+def _passes(config: RunConfig) -> Iterator[Problem]:
+    """Yield what sharded gradients need: a backward pass is one data shard, of the tree over them and over experts'."""
+    batch, numerics = config.train.get("global_batch_size") or 0, config.numerics
+    optim = f"{_STRATEGY}=optim"
+    if numerics.data_shards != batch:
+        power = f"numerics.data_shards={batch}" if batch and not batch & (batch - 1) else "gbs=1, 2, 4 …"
+        text = f"no rank keeps whole gradients, so each of the {batch} sequences of a step must be a data shard"
+        yield Problem(f"{_STRATEGY}={config.fsdp}", text, f"{power}, or {optim}")
+    elif numerics.expert_groups not in (None, batch):
+        text = "so an expert's gradient must be a tree over data shards, too"
+        yield Problem(f"{_STRATEGY}={config.fsdp}", text, f"numerics.expert_groups={batch}, or {optim}")
+
+
+RULES: tuple[Rule[RunConfig], ...] = tuple(
+    Rule(test, needs=needs, head=lambda t: f"numerics={t.numerics.mode}", stock=True)
+    for test, needs in (
+        (_limits, lambda t: t.numerics.invariant and t.fsdp),
+        (_passes, lambda t: t.numerics.invariant and t.fsdp in ("optim_grads", "optim_grads_params")),
+    )
+)
