@@ -139,8 +139,6 @@ def _undigested(test: Callable[[RunConfig], Any], text: str, solve: str) -> Rule
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(lambda t: t.ledger.digests < 0, "must be 0 (never) or a number of steps", head=value_of("ledger.digests")),
     *map(Rule, (_trace, _graphs, _dump)),
-    _undigested(lambda t: t.at("ddp.use_megatron_fsdp") or t.at("ddp.use_custom_fsdp"),
-        "digests: FSDP keeps gradients in buffers of its own", "ddp.use_megatron_fsdp=false"),
     _undigested(lambda t: t.at("optimizer.optimizer_cpu_offload"),
         "digests: an optimizer on the CPU keeps master weights and moments there",
         "optimizer.optimizer_cpu_offload=false"),

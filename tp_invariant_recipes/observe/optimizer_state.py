@@ -8,6 +8,7 @@ there are any, and the model's own weights where not; with a distributed optimiz
     FP32Optimizer             the weight                         all
     Float16Optimizer…         a fp32 copy; a fp32 weight itself  all
     DistributedOptimizer      a fp32 copy; a fp32 weight itself  this rank's of the gradient buffer
+    the same with FSDP        a fp32 copy                        this rank's of the DTensor
 
 A LayerWiseDistributedOptimizer is a chain of the second kind that has some of the parameters on each rank, whole.
 """
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.observe.shards import FlatSlice
+from tp_invariant_recipes.observe import fsdp
+from tp_invariant_recipes.observe.fsdp import FlatSlice, local
 
 STEP = "step"  # the state that counts a parameter's updates: one number for all its elements
 
@@ -46,15 +48,15 @@ class Slot:
     def gradient(self) -> Tensor | None:
         """Return what the last step read; None: there was no step, or it has been dropped."""
         decoupled = getattr(self.updated, "decoupled_grad", None)  # of a precision-aware optimizer
-        return self.updated.grad if decoupled is None else decoupled
+        return local(self.updated.grad if decoupled is None else decoupled)
 
     @property
     def state(self) -> dict[str, Tensor]:
         """Name → tensor as large as `updated`. RunError: a tensor of another size."""
         state = self.wrapped.state.get(self.updated, {})
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name != STEP}
+        tensors = {name: local(value) for name, value in state.items() if isinstance(value, Tensor) and name != STEP}
         for name, value in tensors.items():
-            if value.numel() != self.updated.numel() or not value.is_contiguous():
+            if value.numel() != local(self.updated).numel() or not value.is_contiguous():
                 raise RunError(
                     f"digests cannot tell where {name} of the optimizer lies, {list(value.shape)} for a parameter of "
                     f"{self.updated.numel()} elements; record none: ledger.digests=0"
@@ -68,7 +70,7 @@ class Slot:
 
     def stored(self, values: Tensor) -> FlatSlice:
         """Values of this slot's elements, in their place."""
-        return FlatSlice(values.detach().view(-1), self.start)
+        return FlatSlice(local(values.detach()).view(-1), self.start)
 
 
 class OptimizerState:
@@ -124,7 +126,7 @@ class OptimizerState:
 
     def memory(self) -> tuple[int, ...]:
         """Where the updated tensors are."""
-        return tuple(slot.updated.data_ptr() for slot in self.slots)
+        return tuple(local(slot.updated).data_ptr() for slot in self.slots)
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
@@ -148,7 +150,9 @@ def _updated(part: Any) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
     """Yield an optimizer's (parameter, what is updated, first element, whether that is a master weight)."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if isinstance(part, DistributedOptimizer):
+    if isinstance(part, DistributedOptimizer) and part.ddp_config.use_megatron_fsdp:
+        yield from _of_fsdp(part)
+    elif isinstance(part, DistributedOptimizer):
         yield from _of_distributed(part)
     elif hasattr(part, "fp32_from_float16_groups"):
         for owners, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
@@ -156,6 +160,15 @@ def _updated(part: Any) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
         yield from ((owner, owner, 0, False) for owners in part.fp32_from_fp32_groups for owner in owners)
     else:
         yield from ((owner, owner, 0, False) for group in part.optimizer.param_groups for owner in group["params"])
+
+
+def _of_fsdp(part: Any) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
+    """With FSDP each element has a copy, which is a master weight where it is in higher precision."""
+    parameters = {id(p.updated): p for chunk in part.model_chunks for p in fsdp.sharded_parameters(chunk)}
+    for group in part.optimizer.param_groups:
+        for updated in group["params"]:
+            owner, start = parameters[id(updated)].owner, parameters[id(updated)].start
+            yield owner, updated, start, updated.dtype != owner.dtype
 
 
 def _of_distributed(part: Any) -> Iterator[tuple[Tensor, Tensor, int, bool]]:

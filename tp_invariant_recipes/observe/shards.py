@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +19,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.launch import TablePlace, TensorPart
-
-
-class FlatSlice(NamedTuple):
-    """Values for the elements `start` … of a flat parameter. values: flat, adjacent in memory."""
-
-    values: Tensor
-    start: int
-
+from tp_invariant_recipes.observe import fsdp
+from tp_invariant_recipes.observe.fsdp import FlatSlice
 
 _NONE = FlatSlice(torch.empty(0), 0)
 
@@ -52,8 +46,14 @@ class Shards:
     def __init__(self, model: Iterable[Any]) -> None:
         self.parts: list[_OwnerView] = []
         problems: list[str] = []
+        self._sharded: dict[Tensor, fsdp.ShardedParameter] = {}
         for chunk in model:
-            self._add(unwrapped(chunk), problems)
+            if sharded := fsdp.sharded_parameters(chunk):
+                self._sharded |= {parameter.owner: parameter for parameter in sharded}
+                with fsdp.described(unwrapped(chunk)) as owners:
+                    self._add(unwrapped(chunk), problems, owners)
+            else:
+                self._add(unwrapped(chunk), problems, {})
         self._owners = list({id(part.owner): part.owner for part in self.parts}.values())
         if problems:
             raise RunError(
@@ -64,7 +64,11 @@ class Shards:
 
     def weights(self) -> list[TensorPart]:
         """Return what this rank holds of the model's weights and saved buffers."""
-        return [_held(part, part.owner) for part in self.parts]
+        return self.held({owner: self._weight(owner) for owner in self._owners})
+
+    def _weight(self, owner: Tensor) -> FlatSlice:
+        sharded = self._sharded.get(owner)
+        return sharded.weight if sharded else FlatSlice(owner.detach().view(-1), 0)
 
     def gradients(self, optimizer: Any) -> list[TensorPart]:
         """Return what this rank's optimizer sees of the gradients; a distributed one has its own part of them."""
@@ -72,6 +76,8 @@ class Shards:
 
     def stored_gradients(self, optimizer: Any) -> dict[Tensor, FlatSlice]:
         """Parameter → the same."""
+        if self._sharded:
+            return {owner: found for owner, parameter in self._sharded.items() if (found := parameter.gradient)}
         owned = _owned(optimizer)
         gradients = {}
         for owner in self._owners:
@@ -87,7 +93,7 @@ class Shards:
         for part in self.parts:
             values, start = stored.get(part.owner, _NONE)
             for block in _within(part, start, start + values.numel()):
-                held.append(_held(block, values, start, copies=copies))
+                held.append(_held(block, values, start, self._weight(part.owner) if copies else None))
         return held
 
     def partly(self, stored: Mapping[Tensor, FlatSlice]) -> set[str]:
@@ -104,13 +110,17 @@ class Shards:
 
     def memory(self) -> tuple[int, ...]:
         """Where tensors and gradients are. What `weights` and `gradients` returned is good as long as this is so."""
+        if self._sharded:
+            return fsdp.memory(self._sharded.values())
         owners = self._owners
         gradients = [owner.main_grad.data_ptr() for owner in owners if hasattr(owner, "main_grad")]
         return (*(owner.data_ptr() for owner in owners), *gradients)
 
-    def _add(self, module: Any, problems: list[str]) -> None:
+    def _add(self, module: Any, problems: list[str], owners: Mapping[int, Tensor]) -> None:
+        """owners: id of a tensor that stands for one without memory → that one."""
         tensors = dict(module.named_parameters())
         names = {id(tensor): name for name, tensor in tensors.items()}
+        names = {id(owners.get(number)) if number in owners else number: name for number, name in names.items()}
         tensors |= {name: b for name, b in module.named_buffers() if name not in tensors}
         memory = _Memory(tensors.values())
         placed: dict[int, int] = {}
@@ -121,6 +131,7 @@ class Shards:
                 problems.append(f"{sharded.key}: not a view of any tensor of the model")
                 continue
             owner, offset = location
+            owner = owners.get(id(owner), owner)
             try:
                 part = _part(sharded, owner, offset)
             except ValueError as error:
@@ -184,6 +195,9 @@ def gather_weights(model: Iterable[Any]) -> None:
     """Have the optimizer's new weights on all ranks, where the next forward pass would gather them. A collective."""
     for chunk in model:
         if not getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            continue
+        if fsdp.sharded_parameters(chunk):
+            fsdp.gather_weights(chunk)
             continue
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             if not group.param_gather_dispatched or group.param_gather_handle is not None:
@@ -254,10 +268,10 @@ def whole_name(key: str, indices: tuple[int, ...]) -> str:
     return key
 
 
-def _held(view: _OwnerView, values: Tensor, start: int = 0, *, copies: bool = False) -> TensorPart:
-    """Return the part of `values`, which are the flat owner's from `start` on. copies: beside the owner's own."""
+def _held(view: _OwnerView, values: Tensor, start: int, weight: FlatSlice | None) -> TensorPart:
+    """Return the part of `values`, which are the flat owner's from `start` on. weight: of which it has a copy."""
     table = _table(values, view.offset - start, view.stride, view.place)
-    copy = _table(view.owner, view.offset, view.stride, view.place) if copies else None
+    copy = weight and _table(weight.values, view.offset - weight.start, view.stride, view.place)
     return TensorPart(table, view.place.row, view.place.column, view.place.step, copy, view.name, view.shape)
 
 

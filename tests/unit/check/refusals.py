@@ -450,7 +450,6 @@ RECORDING: qwen3_toy numerics=stock
     own: ledger.trace=99:101 | ledger.trace='50:51' | ledger.trace='' | ledger.trace='3:' | ledger.trace=':3' |
         ledger.trace='0:3' | ledger.trace='3:2' | ledger.trace='a:b' | ledger.trace='1:2:3' | ledger.trace='-1:2' |
         ledger.trace='1.0:2' | model.gtp_weight_remat_size=2
-    use_megatron_fsdp: ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor
     dump: ledger.dump=[weights/x] | ledger.dump=[weights/x,loss,forward/x] ledger.trace='1:1' |
         ledger.dump=[weight/*,loss*,w?ights/x,forward*] ledger.trace='1:1'
     taken: ledger.digests=0 ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor | ledger.trace='49:50' |

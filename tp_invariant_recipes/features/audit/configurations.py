@@ -12,7 +12,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import given, parse_all
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.audit import workflow
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.run_config import STRATEGIES, RunConfig
 
 TEXTS = "{texts}"  # stands for a folder of short texts, whose ends are masked
 
@@ -48,6 +48,9 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "optimizer.use_distributed_optimizer=true",
         "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=duplicated seq=128",
         "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=blockwise seq=128",
+    ),
+    "fsdp": tuple(
+        f"ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy={strategy}" for strategy in STRATEGIES
     ),
     "recompute": ("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",),
     # Without the last two another mbs or dp evaluates other sequences under stock (patches/faults.py).

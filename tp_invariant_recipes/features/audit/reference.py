@@ -25,6 +25,8 @@ SIMPLEST: dict[str, Any] = {
     **dict.fromkeys(("model.overlap_moe_expert_parallel_comm", "model.moe_shared_expert_overlap"), False),
     "model.delay_wgrad_compute": False,
     **{f"model.{name}_fusion": False for name in _FUSED},
+    "ddp.use_megatron_fsdp": False,
+    "ddp.data_parallel_sharding_strategy": "no_shard",
     **dict.fromkeys(("ddp.overlap_grad_reduce", "ddp.overlap_param_gather", "optimizer.overlap_param_gather"), False),
 }
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings under Megatron-FSDP: their ledgers, and the digests of what the ranks hold in shards."""
+
+import json
+
+import pytest
+import torch
+
+from tests.distributed.commands.test_digests import digest_of
+from tests.distributed.small_models import DENSE, small
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.settings.run_config import STRATEGIES
+
+RUN = "gbs=4 iters=2 numerics=deterministic ledger.state_digests=1"
+SHARDED = "ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy="
+KINDS = ("gradients", "clipped", "moments", "masters", "weights")
+
+
+def _digests(scenario):
+    return [{kind: getattr(step, kind) for kind in KINDS} for step in scenario.ledger()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("run", (DENSE, f"{DENSE} tp=2", small("qwen3_moe_toy")), ids=("dense", "tp", "experts"))
+def test_one_data_parallel_rank_has_the_ledger_of_ddp(scenario, run, strategy):
+    """Stock computes the same there; in bf16, which FSDP adds gradients in by default, it does not."""
+    ddp, fsdp = scenario(run, RUN), scenario(run, RUN, f"{SHARDED}{strategy}")
+    assert fsdp.header().parameters == ddp.header().parameters
+    ddp.compared(fsdp, status=0)
+    assert _digests(fsdp) == _digests(ddp)
+    if (run, strategy) == (DENSE, "optim"):
+        rounded = scenario(run, RUN, f"{SHARDED}{strategy}", "ddp.megatron_fsdp_main_grads_dtype=null")
+        assert rounded.header().parameters != ddp.header().parameters
+        assert rounded.ledger()[0].grad_norm != ddp.ledger()[0].grad_norm
+
+
+def test_several_ranks_add_as_ddp_does_where_gradients_are_added_once(scenario):
+    """With sharded gradients each micro-batch is summed over ranks, and then added."""
+    ddp = scenario("qwen3_toy", RUN, "dp=2")
+    for strategy, alike in zip(STRATEGIES, (True, True, False, False), strict=True):
+        first, other = (run.ledger()[0] for run in (ddp, scenario("qwen3_toy", RUN, f"{SHARDED}{strategy} dp=2")))
+        assert (first.gradients == other.gradients) == alike, strategy
+
+
+FLIPPED = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
+def _gathered(folder, *, flip):
+    """Write digests of what Megatron gathers of the shards. flip: one bit of a master weight before, on rank 1."""
+
+    def plant():
+        import torch.distributed as dist
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
+
+        from tp_invariant_recipes.observe.digests.callback import Digests
+
+        original = Digests.finish
+
+        def gathered(dtensor, local):
+            """Megatron says in a DTensor where its part begins."""
+            update_uneven_dtensor_chunk_metadata(dtensor)
+            (chunk,) = dtensor.__create_chunk_list__()
+            whole, parts = torch.zeros(dtensor.shape), [None] * dist.get_world_size()
+            dist.all_gather_object(parts, (tuple(chunk.offsets), None if local is None else local.to_local().detach()))
+            for offsets, part in parts:
+                if part is not None and part.numel():
+                    whole[offsets[0] : offsets[0] + len(part)] = part
+            return digest_of(whole)
+
+        def finish(self):
+            whole, names = {kind: {} for kind in ("masters", "clipped", "moments")}, {}
+            names |= {part.owner: part.name for part in self.plan.shards.parts}
+            for slot in self.plan.optimizer.slots:
+                name, state = names[slot.owner], slot.wrapped.state.get(slot.updated, {})
+                if flip and name == FLIPPED and dist.get_rank() == 1:
+                    slot.updated.to_local().detach().view(-1).view(torch.int32)[-1] ^= 1 << 16
+                whole["masters"][name] = gathered(slot.updated, slot.updated)
+                whole["clipped"][name] = gathered(slot.updated, slot.updated.grad)
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    whole["moments"][f"{moment}/{name}"] = gathered(slot.updated, state.get(moment))
+            if dist.get_rank() == 0:
+                folder.write_text(json.dumps(whole))
+            original(self)
+
+        Digests.finish = finish
+
+    return plant
+
+
+@pytest.mark.parametrize("strategy", ("optim", "optim_grads_params"))
+@pytest.mark.parametrize("flip", (False, True), ids=("as it is", "one bit flipped"))
+def test_digests_of_the_union_are_those_of_gathered_tensors(tpi, strategy, flip):
+    model = f"{DENSE} dp=2 {RUN} iters=1 {SHARDED}{strategy}"
+    file = tpi.folder / "gathered.json"
+    done = tpi("train", *model.split(), "run.dir=run", before=_gathered(file, flip=flip), status=0)
+    (step,), whole = read(tpi.folder / "run").steps, json.loads(file.read_text())
+    named = {name: digest for name, digest in step.moments.items() if not name.startswith("step/")}
+    assert whole == {"masters": step.masters, "clipped": step.clipped, "moments": named}
+    (copied,) = step.diverged or ((),)
+    assert copied == (("copies", FLIPPED, ((1,),)) if flip else ()), done.stderr
