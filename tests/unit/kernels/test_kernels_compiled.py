@@ -159,6 +159,7 @@ def compiled_binary(pieces, dtype=BF16, out=FP32, scaled=segmented_k_kernel.UNSC
         **dict.fromkeys(("sa_row", "sa_k", "sb_row", "sb_k"), "i32"),
         "taken": "*i32",
         **dict.fromkeys(("m", "n", "row_size", "start", "segment"), "i32"),
+        "spare": "*fp32",
     }
     constants = {
         "PIECES": pieces,
@@ -177,7 +178,7 @@ def compiled_binary(pieces, dtype=BF16, out=FP32, scaled=segmented_k_kernel.UNSC
         {(names.index(name),): value for name, value in constants.items()},
         {
             (names.index(name),): [["tt.divisibility", 16]]
-            for name in ("out_at", "sa", "sb", "taken", "n", "row_size", "start", "segment")
+            for name in ("out_at", "sa", "sb", "taken", "n", "row_size", "start", "segment", "spare")
         },
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel.WARPS, **UNFUSED})

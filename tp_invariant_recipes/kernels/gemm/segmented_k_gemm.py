@@ -4,14 +4,14 @@
     out = (p0 + p1) + (p2 + p3),  p_i = a[:, piece i] @ b[piece i, :]
 
 A tile of `out` walks k from the first piece to the last. At the end of a piece the accumulator is a term of the tree.
-It waits in registers or in shared memory for its neighbour, and the next piece begins with zeros. So a tile of `out`
-reaches memory once. Products of a library, one a piece, write all of `out`, and read and write it again for the next.
+It waits for its neighbour in registers, a sum of two in shared memory, one of more in global memory that stays in the
+cache, and the next piece begins with zeros. So a tile of `out` reaches memory once, rounded if it is the root. Products
+of a library, one a piece, write all of `out`, and read and write it again for the next.
 
 A piece has the bits of fixed-tile GEMMs (fixed_tile_gemm.py): a tensor core adds along k in order. Between pieces
 are IEEE additions in fp32. numerics/gemm/contraction.py tries both on the GPU at hand.
 
-FP8 operands have the bits of kernels/gemm/fp8_tiles.py. Their output may be bf16: the sum of all shards, rounded
-once.
+FP8 operands have the bits of kernels/gemm/fp8_tiles.py.
 
 kernels/gemm/segmented_k_kernel.py is the kernel, of compute capability 9.0. `in_order` is the function by other
 kernels.
@@ -40,7 +40,7 @@ NAN = 0x7FFFFFFF
 
 
 SEGMENTS = (1, 2)  # of three, the sum in order would not be the tree
-PIECES = (2, 4)  # how many one launch can add: at most one term waits in registers and one in shared memory
+PIECES = (2, 4, 8, 16)  # how many one launch can add: terms wait in registers, shared memory and the cache
 TILE = 128  # rows and columns of a tile of `out`
 STEP_BYTES = 128  # of a row in a step of the pipeline: 64 numbers of k in bf16, 128 in FP8
 ROWS = TILE // 2  # of a tile that one group of warps multiplies
@@ -95,29 +95,31 @@ def suits(a: Operand, b: Operand, cut: Cut) -> bool:
         and x.is_cuda
         and _capability(x.get_device()) == (9, 0)
         and all(_rows_of_16_bytes(matrix) for matrix in (x, y if y.stride(1) == 1 else y.t()))
-        and y.shape[1] % (8 if fp8 else 4) == 0  # rows of 16 bytes in `out`, bf16 or fp32
+        and y.shape[1] % 8 == 0  # rows of 16 bytes in `out`
     )
 
 
 def segmented_k_gemm(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -> None:
     """out = the tree sum of a[:, piece] @ b[piece, :] over the pieces of a cut, or out += that sum, added in fp32.
 
-    a: [m, k] bf16; b: [k, n] bf16, which `suits` takes; out: [m, n] fp32 without gaps.
-    Or a: [m, k] and b: [n, k] in FP8, "tensor" by "tensor" or "1x128" by "128x128"; out: fp32, or bf16 without `add`.
+    a: [m, k] bf16; b: [k, n] bf16, which `suits` takes; out: [m, n] without gaps, fp32, or bf16 without `add`.
+    Or a: [m, k] and b: [n, k] in FP8, "tensor" by "tensor" or "1x128" by "128x128".
     """
     (m, n), (x, y) = out.shape, matrices(a, b)
     transposed, step = y.stride(1) != 1, STEP_BYTES // x.dtype.itemsize
     size, tiles = cut.size(x.shape[1]), triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
+    programs = min(tiles, _processors(out.get_device()))
     taken = torch.zeros(1, dtype=torch.int32, device=out.device)
+    spare = torch.empty(2 * programs * TILE * TILE if cut.pieces > 4 else 1, device=out.device)
     descriptors = (
         _descriptor(x, TILE, step),
         _descriptor(y.t(), TILE, step) if transposed else _descriptor(y, step, TILE),
         _descriptor(out, ROWS, TILE),
     )
     scaled, *scales = _scales(a, b, out)
-    _restarting_product[(min(tiles, _processors(out.get_device())),)](
+    _restarting_product[(programs,)](
         *descriptors, out, *scales, taken, m, n, out.stride(0), cut.shards.start * size, x.shape[1] // cut.segments,
-        PIECES=cut.pieces, SEGMENTS=cut.segments, SIZE=size, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
+        spare, PIECES=cut.pieces, SEGMENTS=cut.segments, SIZE=size, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
         STAGES=stages(cut.pieces, out.dtype), GROUP=GROUP, num_warps=WARPS, **UNFUSED,
     )  # fmt: skip
 
@@ -125,22 +127,27 @@ def segmented_k_gemm(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -
 def in_order(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -> None:
     """Compute the segmented-K GEMM by fixed-tile GEMM for each piece; of bf16 on a CPU too."""
     slices = cut.slices(matrices(a, b)[0].shape[1])
-    pairs = [torch.empty_like(out, dtype=torch.float32) for _ in slices[::2]]
-    for n, k in enumerate(slices):  # adding to the output rounds as a separate addition would
-        to, more = pairs[n // 2], n % 2 > 0
-        if isinstance(a, Quantized):
-            piece = k.start, k.stop - k.start
-            fp8_tiles.gemm(a.along_k(*piece), b.along_k(*piece), to, more)
-        else:
-            fixed_tile_gemm(a[:, k], b[k], to, add=more)
-    total = pairs[0] if len(pairs) == 1 else pairs[0] + pairs[1]
+
+    def tree(first: int, count: int) -> Tensor:
+        if count > 2:
+            return tree(first, count // 2).add_(tree(first + count // 2, count // 2))
+        total = torch.empty_like(out, dtype=torch.float32)
+        for n, k in enumerate(slices[first : first + count]):  # adding to it rounds as a separate addition would
+            if isinstance(a, Quantized):
+                piece = k.start, k.stop - k.start
+                fp8_tiles.gemm(a.along_k(*piece), b.along_k(*piece), total, n > 0)
+            else:
+                fixed_tile_gemm(a[:, k], b[k], total, add=n > 0)
+        return total
+
+    total = tree(0, len(slices))
     out.copy_(out + total if add else total)
 
 
 def stages(pieces: int, out: torch.dtype) -> int:
     """How many steps of the pipeline shared memory has room for."""
     leaving = TILE * TILE * out.itemsize
-    waiting = TILE * TILE * 4 if pieces == 4 and out != torch.float32 else 0
+    waiting = TILE * TILE * 4 if pieces > 2 and out != torch.float32 else 0
     return (ROOM - leaving - waiting) // (2 * TILE * STEP_BYTES)
 
 

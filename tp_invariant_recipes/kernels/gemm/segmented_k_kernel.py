@@ -172,15 +172,38 @@ def _pair(
 
 
 @gluon.jit
+def _four(
+    zeros, count, first, a_steps, b_steps, full, free, scales, rows, start, segment, waiting,
+    HALF: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, SCALED: gl.constexpr,
+    STAGES: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """Return the sum of four pieces from `first` on; of two where PIECES is 2."""
+    total, count = _pair(
+        zeros, count, first, a_steps, b_steps, full, free, scales, rows, start, segment,
+        HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES,
+    )  # fmt: skip
+    tma.store_wait(0)  # the half before has left
+    if PIECES > 2:
+        waiting.store(total)
+        total, count = _pair(
+            zeros, count, first + 2, a_steps, b_steps, full, free, scales, rows, start, segment,
+            HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES,
+        )  # fmt: skip
+        total = waiting.load(zeros.type.layout) + total
+    return total, count
+
+
+@gluon.jit
 def _multiply(
     a_steps, b_steps, full, free, numbers, told, heard, out, out_at, waiting, leaving, scales, m, n, row_size, m_tiles,
-    n_tiles, start, segment,
+    n_tiles, start, segment, spare,
     HALF: gl.constexpr, PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr,
     SCALED: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Return the upper (HALF = 0) or lower half of tiles of `out`.
 
-    waiting: shared memory for the sum of the first two of four pieces; leaving: for a half that leaves, maybe the same.
+    waiting: shared memory for a sum that waits; leaving: for a half that leaves, maybe the same. spare: global memory
+    of this program for sums that wait longer.
     """
     ROWS: gl.constexpr = out.block_type.shape[0]
     TILE_N: gl.constexpr = out.block_type.shape[1]
@@ -188,6 +211,10 @@ def _multiply(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TILE_N, 16 if SCALED == UNSCALED else 32]
     )
     zeros = gl.zeros((ROWS, TILE_N), gl.float32, layout)
+    mine = spare + (gl.program_id(0) * 2 + HALF) * 2 * ROWS * TILE_N
+    mine += gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * TILE_N
+    mine += gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
+    longer = mine + ROWS * TILE_N
     count = 0
     turn = 0
     tile = _take_tile(turn, numbers, told, heard)
@@ -200,18 +227,20 @@ def _multiply(
             sa += row * sa_row
             sb += j * sb_row
         of_tile = (sa, sb, sa_k, sb_k)
-        total, count = _pair(
-            zeros, count, 0, a_steps, b_steps, full, free, of_tile, row < m, start, segment,
-            HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES,
+        total, count = _four(
+            zeros, count, 0, a_steps, b_steps, full, free, of_tile, row < m, start, segment, waiting,
+            HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES, PIECES,
         )  # fmt: skip
-        tma.store_wait(0)  # the half before has left
-        if PIECES == 4:
-            waiting.store(total)
-            total, count = _pair(
-                zeros, count, 2, a_steps, b_steps, full, free, of_tile, row < m, start, segment,
-                HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES,
+        for four in gl.static_range(1, PIECES // 4):  # by a tree over fours: 0 + 1, 2 + 3, their sum
+            gl.store(mine if four % 2 == 1 else longer, total)
+            total, count = _four(
+                zeros, count, 4 * four, a_steps, b_steps, full, free, of_tile, row < m, start, segment, waiting,
+                HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES, PIECES,
             )  # fmt: skip
-            total = waiting.load(layout) + total
+            if four % 2 == 1:
+                total = gl.load(mine) + total
+            if four == 3:
+                total = gl.load(longer) + total
         if ADD:
             column = (j * TILE_N + gl.arange(0, TILE_N, gl.SliceLayout(0, layout)))[None, :]
             total += gl.load(out_at + row * row_size + column, mask=(row < m) & (column < n), other=0.0)
@@ -225,7 +254,7 @@ def _multiply(
 
 @gluon.jit
 def _restarting_product(
-    a, b, out, out_at, sa, sb, sa_row, sa_k, sb_row, sb_k, taken, m, n, row_size, start, segment,
+    a, b, out, out_at, sa, sb, sa_row, sa_k, sb_row, sb_k, taken, m, n, row_size, start, segment, spare,
     PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, SCALED: gl.constexpr,
     ADD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -234,7 +263,7 @@ def _restarting_product(
     b_steps = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
     leaving = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)  # noqa: RUF005
     waiting = leaving
-    if PIECES == 4 and out.dtype != gl.float32:
+    if PIECES > 2 and out.dtype != gl.float32:
         sums: gl.constexpr = gl.NVMMASharedLayout.get_default_for(out.block_type.shape, gl.float32)
         waiting = gl.allocate_shared_memory(gl.float32, [2] + out.block_type.shape, sums)  # noqa: RUF005
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -255,13 +284,13 @@ def _restarting_product(
         [
             (_multiply, (
                 a_steps, b_steps, full, free, numbers, told, heard, out, out_at, waiting.index(0), leaving.index(0),
-                scales, m, n, row_size, m_tiles, n_tiles, start, segment, 0, PIECES, SEGMENTS, SIZE, TRANSPOSED, SCALED,
-                ADD, STAGES, GROUP,
+                scales, m, n, row_size, m_tiles, n_tiles, start, segment, spare, 0, PIECES, SEGMENTS, SIZE, TRANSPOSED,
+                SCALED, ADD, STAGES, GROUP,
             )),
             (_multiply, (
                 a_steps, b_steps, full, free, numbers, told, heard, out, out_at, waiting.index(1), leaving.index(1),
-                scales, m, n, row_size, m_tiles, n_tiles, start, segment, 1, PIECES, SEGMENTS, SIZE, TRANSPOSED, SCALED,
-                ADD, STAGES, GROUP,
+                scales, m, n, row_size, m_tiles, n_tiles, start, segment, spare, 1, PIECES, SEGMENTS, SIZE, TRANSPOSED,
+                SCALED, ADD, STAGES, GROUP,
             )),
             (_copy, (
                 a, b, a_steps, b_steps, full, free, numbers, told, heard, taken, m_tiles, n_tiles, start, segment,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's part of a sum over a sharded dimension, on a GPU: the nodes of the tree that its shards make.
 
-    restarting   kernels/gemm/segmented_k_gemm.py: up to four GEMMs and their sums in one launch, where that
-                 pays, the kernel takes the operands, and an exactness check has found the bits of fixed-tile GEMMs
+    restarting   kernels/gemm/segmented_k_gemm.py: up to 16 GEMMs and their sums in one launch, where that pays,
+                 the kernel takes the operands, and an exactness check has found the bits of fixed-tile GEMMs
     as a batch   the GEMMs of all shards in one launch of cuBLAS for each segment, where the host is the limit
     one by one   a GEMM for each shard and segment; the second of two neighbours adds itself to the first
 
@@ -39,19 +39,25 @@ _restarting_is_exact: dict[tuple[Any, ...], bool] = {}
 _batch_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
-def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, gemm: Callable[..., Tensor]) -> Tensor:
+def nodes(
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, gemm: Callable[..., Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """Compute a @ b for this rank's part of the summed dimension, as nodes of the tree over all shards.
 
     a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
     segments: the size of each.
     gemm:     as `numerics.gemm.gemm.gemm`.
+    dtype:    of the root of the tree, which one launch may round.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
-              order, where a shard's term is the sum over segments, in order.
+              order, where a shard's term is the sum over segments, in order. Or the root of `dtype`, n = 1.
     raises RunError: TPI_CHECK_PRODUCTS=1, and the segmented-K GEMM is not bitwise identical.
     """
     pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
-    how = in_one_launch if pays else _as_a_batch
-    nodes_at_once = how(a, b, mesh.local, segments)
+    if pays:
+        nodes_at_once = in_one_launch(a, b, mesh.local, segments, dtype if mesh.size == 1 else torch.float32)
+    else:
+        nodes_at_once = _as_a_batch(a, b, mesh.local, segments)
     if nodes_at_once is not None and (taking := sampling.begin(a, b, nodes_at_once[0], False, segments)) is not None:
         taking.end(nodes_at_once, mesh.local)
     return nodes_at_once if nodes_at_once is not None else _looped(a, b, mesh, segments, gemm)
@@ -131,7 +137,7 @@ def in_one_launch(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.
     Its rows do not depend on each other, so tokens of several context shards share a launch.
 
     a, b:  as of `nodes`, or in FP8 as of numerics/gemm/fp8.py's.
-    dtype: of a node that one launch makes; FP8 may have bf16.
+    dtype: of a node that one launch makes.
     """
     if not _imports() or len({*segments}) > 1:
         return None

@@ -29,12 +29,12 @@ PIECE = 16
 LAUNCHES = {
     (2, 1): ([range(2)], [0]),
     (4, 1): ([range(4)], [0]),
-    (8, 1): ([range(4), range(4, 8)], [0, 0]),
-    (16, 1): ([range(4), range(4, 8), range(8, 12), range(12, 16)], [0, 0, 1, 1]),
+    (16, 1): ([range(16)], [0]),
+    (32, 1): ([range(16), range(16, 32)], [0, 0]),
     (1, 2): ([range(1)], [0]),
-    (2, 2): ([range(2)], [0]),
-    (4, 2): ([range(2), range(2, 4)], [0, 0]),
-    (8, 2): ([range(2), range(2, 4), range(4, 6), range(6, 8)], [0, 0, 1, 1]),
+    (8, 2): ([range(8)], [0]),
+    (16, 2): ([range(8), range(8, 16)], [0, 0]),
+    (32, 2): ([range(8), range(8, 16), range(16, 24), range(24, 32)], [0, 0, 1, 1]),
 }
 
 
@@ -115,6 +115,11 @@ def test_several_at_once_have_the_bits_of_one_by_one(kernel_stand_in, shards, se
     assert [add for _, _, add in launches] == [place in places[:n] for n, place in enumerate(places)]
     separate = contraction._looped(a, b, mesh, sizes, exact_product)
     assert same_bits(folded_nodes(nodes), folded_nodes(separate))
+    root = contraction.nodes(a, b, mesh, sizes, exact_product, torch.bfloat16)
+    assert root.dtype == (torch.bfloat16 if len(cuts) == 1 else torch.float32)
+    assert same_bits(tree_sum(root, torch.bfloat16), tree_sum(separate, torch.bfloat16))
+    across = contraction.nodes(a, b, VirtualMesh(2 * shards, 2, 0, graphs=True), sizes, exact_product, torch.bfloat16)
+    assert same_bits(across, nodes), "a node of two ranks' tree stays in fp32"
     exact = a.double() @ b.double()
     torch.testing.assert_close(folded_nodes(nodes).double(), exact, rtol=1e-4, atol=1e-4)
 
@@ -270,7 +275,7 @@ def test_live_operands_are_checked_on_request(kernel_stand_in, batch_stand_in, m
     monkeypatch.setattr(cublas, "checking", lambda: True)
     contraction.nodes(a, b, mesh, sizes, exact_product)
     message = (
-        r"TPI_CHECK_PRODUCTS=1: the sum of 4 GEMMs \[24, 128\] @ \[128, 20\] in one launch is not bitwise"
+        r"TPI_CHECK_PRODUCTS=1: the sum of 8 GEMMs \[24, 128\] @ \[128, 20\] in one launch is not bitwise"
         if kernels
         else r"8 GEMMs of \[24, 128\] @ \[128, 20\] as a batch differ"
     )
@@ -355,7 +360,7 @@ def fp8_stand_in(kernel_stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ("tensor", "128x128"))
-@pytest.mark.parametrize("shards, segments", ((2, 1), (1, 2), (2, 2), (8, 1)))
+@pytest.mark.parametrize("shards, segments", ((2, 1), (1, 2), (8, 2), (32, 1)))
 def test_fp8_sums_of_a_rank_have_the_bits_of_one_by_one(fp8_stand_in, kind, shards, segments):
     """The root is rounded once, by the launch if one makes it, as the tree rounds it elsewhere."""
     sizes = (128 * shards,) * segments
@@ -363,7 +368,7 @@ def test_fp8_sums_of_a_rank_have_the_bits_of_one_by_one(fp8_stand_in, kind, shar
     mesh = VirtualMesh(shards, 1, 0, graphs=True)
     launches = fp8_stand_in(kernel.in_order)
     root = fp8.nodes(a, b, mesh, sizes, torch.bfloat16)
-    assert root.dtype == (torch.bfloat16 if shards * segments <= 4 else torch.float32)
+    assert root.dtype == (torch.bfloat16 if shards * segments <= 16 else torch.float32)
     assert launches
     assert set(contraction._restarting_is_exact.values()) == {True}
     across = fp8.nodes(a, b, VirtualMesh(2 * shards, 2, 0, graphs=True), sizes, torch.bfloat16)

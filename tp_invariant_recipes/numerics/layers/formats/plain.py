@@ -10,7 +10,7 @@
 numerics/layers/linear.py and numerics/layers/experts/experts.py say which GEMMs a layer needs. A side is
 an operand of a sum over features (`rows`) or over tokens (`columns`).
 
-On a GPU the lowest levels of the tree cost little (numerics/gemm/contraction.py): one launch adds up to four
+On a GPU the lowest levels of the tree cost little (numerics/gemm/contraction.py): one launch adds up to 16
 GEMMs, or a GEMM itself adds the GEMM of a segment or of the right neighbour to the output, and rounds as a
 separate addition would.
 
@@ -155,7 +155,8 @@ class Plain:
 
         rows: [tokens, k/t], of this rank's segments and shards of k. dtype: that the result will have.
         """
-        summed = start_contraction(rows, across.t() if forward else across, mesh, segments, self.products, forward)
+        across = across.t() if forward else across
+        summed = start_contraction(rows, across, mesh, segments, self.products, forward, dtype)
         return Reduced(summed, mesh, scatters)
 
     def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
@@ -213,12 +214,14 @@ def require_single_sequence(x: Tensor) -> None:
 
 
 def start_contraction(
-    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Split, products: Gemms, by_slices: bool = False
-) -> Reducing | PeerSum:
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Split, products: Gemms, by_slices: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Reducing | PeerSum:  # fmt: skip
     """Start a @ b with the summed dimension divided among the ranks.
 
     a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k. by_slices: nothing else hides how long
-    nodes travel, so that each rank's slice is a GEMM of its own; on a GPU rows do not depend on each other.
+    nodes travel, so that each rank's slice is a GEMM of its own; on a GPU rows do not depend on each other. dtype: of
+    the result.
     """
     sizes = sizes_of(segments, a.shape[1])
     if not a.is_cuda:
@@ -226,7 +229,7 @@ def start_contraction(
         return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
     started = begin_reduce_scatter(a, b.shape[1], mesh) if by_slices and mesh.contexts == 1 else None
     if started is None:
-        return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.gemm), mesh)
+        return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.gemm, dtype), mesh)
     for peer in started.peers.order():
         nodes = contraction.nodes(a[started.rows(peer)], b, mesh, sizes, products.gemm)
         started.send(peer, tree_sum(nodes))
