@@ -99,15 +99,15 @@ def _cross_entropy_sum(
 def _cross_entropy_gradient(
     logits, index, highest, total, gradient, out, size, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    size = tl.multiple_of(size, ALIGNMENT)
     row = tl.program_id(0).to(tl.int64)
+    start = tl.multiple_of(row * size, ALIGNMENT)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    value = tl.load(logits + row * size + column, mask=inside).to(tl.float32)
+    inside = column // ALIGNMENT < size // ALIGNMENT  # a mask of whole vectors, so that loads are of 16 bytes
+    value = tl.load(logits + start + column, mask=inside).to(tl.float32)
     softmax = tl.div_rn(libdevice.exp(value - tl.load(highest + row)), tl.load(total + row))
     softmax -= tl.where(column == tl.load(index + row), 1.0, 0.0)
     result = softmax * tl.load(gradient + row)
-    tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + start + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 SUM, GRADIENT = Kernel(_cross_entropy_sum), Kernel(_cross_entropy_gradient)

@@ -42,8 +42,11 @@ def test_it_compiles(kernel, architecture):
     tensors, numbers, constants = KERNELS[kernel]
     names = kernel.kernel.arg_names
     assert names == [*sorted(tensors, key=names.index), *numbers, *constants], "tensors, numbers, constants"
-    code = ptx(kernel.kernel, tensors | dict.fromkeys(numbers, "i32"), constants, architecture, num_warps=8)
+    types = tensors | dict.fromkeys(numbers, "i32")
+    code = ptx(kernel.kernel, types, constants, architecture, num_warps=8, multiples_of_16=tensors)
     assert "ex2" in code  # the exponential
+    assert "ld.global.v4.b32" in code
+    assert "ld.global.b16" not in code
 
 
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
