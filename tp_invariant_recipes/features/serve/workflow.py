@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from tp_invariant_recipes import __version__
-from tp_invariant_recipes.check import finetuning as check
+from tp_invariant_recipes.check import rollouts as check
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, RunError, reason, refuse
