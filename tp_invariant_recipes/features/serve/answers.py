@@ -3,15 +3,20 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tp_invariant_recipes.data.sequences import Codec
 from tp_invariant_recipes.features.rollouts.requests import LENGTH
-from tp_invariant_recipes.features.serve.backend import Open, Sample
+from tp_invariant_recipes.features.serve.backend import Open
+from tp_invariant_recipes.features.serve.bodies import Chat, Generate, OpenAI, SamplingParams
 from tp_invariant_recipes.features.serve.messages import ABORT
+
+Part = dict[str, Any]
 
 
 def decimals(log_probabilities: Sequence[float]) -> list[float]:
@@ -24,148 +29,179 @@ def hexadecimal(log_probabilities: Sequence[float]) -> list[str]:
     return [f"{bits:08x}" for bits in np.array(log_probabilities, np.float32).view(np.uint32).tolist()]
 
 
-def text_of(codec: Codec, tokens: Sequence[int], given: Mapping[str, Any]) -> str:
-    """Return the text of tokens. Special ones are left out, unless skip_special_tokens is false."""
-    if codec.loaded is not None and given.get("skip_special_tokens", True):
-        return codec.loaded.decode([*tokens], skip_special_tokens=True)
-    return codec.decode([*tokens])
+def _text(codec: Codec | None, opened: Open, number: int, *, special: bool, trim: bool) -> tuple[str, Part | None]:
+    """Return a sample's text, up to the first stop string, and why it has ended; None: it has not.
 
-
-def _stopped(text: str, opened: Open, given: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the text up to the first stop string in it, and this string."""
-    found = [(text.find(stop), stop) for stop in opened.work.request.sampling.stop_strings if stop in text]
-    if not found:
-        return text, None
-    at, stop = min(found)
-    return (text if given.get("no_stop_trim") else text[:at]), stop
-
-
-def _finish(sample: Sample, opened: Open, stop: str | None) -> dict[str, Any] | None:
-    if sample.reason is None:
-        return None
+    special: whether the text has special tokens. trim: whether it lacks the stop string.
+    """
+    sample, sampling = opened.samples[number], opened.work.request.sampling
+    text = ""
+    if codec is not None and codec.loaded is not None:
+        text = codec.loaded.decode(sample.tokens, skip_special_tokens=not special)
+    elif codec is not None:
+        text = codec.decode(sample.tokens)
+    matched: Any = min(((text.find(stop), stop) for stop in sampling.stop_strings if stop in text), default=None)
+    if matched is not None and trim:
+        text = text[: matched[0]]
     if sample.reason == ABORT:
-        return {"type": ABORT, "message": "aborted by a request to do so"}
+        return text, {"type": ABORT, "message": "aborted by a request to do so"}
     if sample.reason == LENGTH:
-        return {"type": LENGTH, "length": len(sample.tokens)}
+        return text, {"type": LENGTH, "length": len(sample.tokens)}
+    if sample.reason is None:
+        return text, None
     last = sample.tokens[-1]
-    return {"type": sample.reason, "matched": last if last in opened.work.request.sampling.eos_token_id else stop}
+    return text, {"type": sample.reason, "matched": last if last in sampling.eos_token_id else matched and matched[1]}
 
 
-def _versions(sample: Sample, now: str) -> dict[str, Any]:
-    runs = sample.versions or ((now, len(sample.tokens)),)
+def _versions(opened: Open, number: int) -> Part:
+    sample = opened.samples[number]
+    runs = sample.versions or ((opened.version, len(sample.tokens)),)
     listed = [{"weight_version": version, "tokens": count} for version, count in runs]
     return {"weight_version": runs[-1][0], "weight_versions": listed}
 
 
 class Sglang:
-    """Answers of /generate. given: the other values of the body."""
+    """Answers of /generate. given, each: the body, and how its prompts sample."""
 
-    def __init__(self, codec: Codec | None, given: Mapping[str, Any]) -> None:
-        self.codec, self.given, self.begun = codec, given, time.monotonic()
+    def __init__(self, codec: Codec | None, given: Generate, each: Sequence[SamplingParams]) -> None:
+        self.codec, self.given, self.each, self.begun = codec, given, each, time.monotonic()
+        self.sent: dict[int, list[tuple[int, str | None]]] = {}
 
-    def __call__(self, opened: Open, number: int, version: str) -> dict[str, Any]:
-        """Return a sample as it is now."""
+    def changed(self, opened: Open, place: int, *, several: bool) -> list[Part]:
+        """Return what a stream has to send of a prompt: the samples that have changed."""
+        before = self.sent.get(place) or [(0, None)] * len(opened.samples)
+        self.sent[place] = [(len(sample.tokens), sample.reason) for sample in opened.samples]
+        parts = self.parts(opened, place, several=several)
+        return [part for part, old, new in zip(parts, before, self.sent[place], strict=True) if old != new]
+
+    def parts(self, opened: Open, place: int, *, several: bool) -> list[Part]:
+        """Return the samples of a prompt as they are now. place: of the prompt in the body."""
+        parts = [self._sample(opened, number, self.each[place]) for number in range(len(opened.samples))]
+        first = place * len(parts)
+        return [part | ({"index": first + n} if several else {}) for n, part in enumerate(parts)]
+
+    def _sample(self, opened: Open, number: int, params: SamplingParams) -> Part:
         sample, request = opened.samples[number], opened.work.request
-        text, stop = "", None
-        if self.codec is not None:
-            text, stop = _stopped(text_of(self.codec, sample.tokens, self.given), opened, self.given)
-        meta: dict[str, Any] = {
-            "id": request.id, "sample": number, "finish_reason": _finish(sample, opened, stop),
-            "prompt_tokens": len(request.tokens), "completion_tokens": len(sample.tokens), "cached_tokens": 0,
-            "e2e_latency": round(time.monotonic() - self.begun, 6), **_versions(sample, version),
+        special, trim = not params.skip_special_tokens, not params.no_stop_trim
+        text, finish = _text(self.codec, opened, number, special=special, trim=trim)
+        meta: Part = {
+            "id": request.id, "sample": number, "finish_reason": finish, "prompt_tokens": len(request.tokens),
+            "completion_tokens": len(sample.tokens), "cached_tokens": 0,
+            "e2e_latency": round(time.monotonic() - self.begun, 6), **_versions(opened, number),
         }  # fmt: skip
-        if self.given.get("return_logprob"):
+        if self.given.return_logprob:
             meta |= self._scored("output", sample.tokens, sample.log_probabilities)
         if opened.scores is not None:
             line, meta["input_weight_version"] = opened.scores
-            row = json.loads(line) if line else {"token_ids": [], "logprobs": []}
-            first = opened.work.first or 0
-            tokens = request.tokens[first:]
-            unscored = len(tokens) - len(row["logprobs"])  # of the first token, which nothing predicts
-            meta |= self._scored("input", tokens, row["logprobs"], unscored)
+            values = json.loads(line)["logprobs"] if line else []
+            meta |= self._scored("input", request.tokens[opened.work.first :], values)
         return {"text": text, "output_ids": sample.tokens, "meta_info": meta}
 
-    def _scored(
-        self, which: str, tokens: Sequence[int], log_probabilities: Sequence[float], unscored: int = 0
-    ) -> dict[str, Any]:
-        values = [*[None] * unscored, *decimals(log_probabilities)]
+    def _scored(self, which: str, tokens: Sequence[int], log_probabilities: Sequence[float]) -> Part:
+        """Return tokens with their log-probabilities; nothing predicts the first token of a prompt."""
+        none = [None] * (len(tokens) - len(log_probabilities))
         texts: Sequence[str | None] = [None] * len(tokens)
-        if self.given.get("return_text_in_logprobs") and self.codec is not None:
+        if self.given.return_text_in_logprobs and self.codec is not None:
             texts = [self.codec.decode([token]) for token in tokens]
-        scored = {f"{which}_token_logprobs": [*zip(values, tokens, texts, strict=True)]}
-        if self.given.get("bits"):
-            scored[f"{which}_token_bits"] = [*[None] * unscored, *hexadecimal(log_probabilities)]  # type: ignore[list-item]
-        return scored
+        rows = [*zip([*none, *decimals(log_probabilities)], tokens, texts, strict=True)]
+        bits = {f"{which}_token_bits": [*none, *hexadecimal(log_probabilities)]} if self.given.bits else {}
+        return {f"{which}_token_logprobs": rows, **bits}
 
 
-class OpenAI:
-    """Answers of /v1/completions and /v1/chat/completions. given: the other values of the body."""
+@dataclass
+class Choices:
+    """Answers of OpenAI's routes. given: the body. sent: of a stream, each sample's tokens and characters so far."""
 
-    def __init__(self, codec: Codec | None, given: Mapping[str, Any], model: str, *, chat: bool) -> None:
-        self.codec, self.given, self.chat = codec, given, chat
-        kind = "chat.completion" if chat else "text_completion"
-        self.head: dict[str, Any] = {"object": kind, "created": int(time.time()), "model": given.get("model", model)}
+    codec: Codec | None
+    given: OpenAI
+    model: str
+    opened: Sequence[Open]
+    sent: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, opened: Sequence[Open], version: str) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        """Note what each answer begins with."""
+        self.chat = isinstance(self.given, Chat)
+        kind = "chat.completion" if self.chat else "text_completion"
+        kind += ".chunk" if self.chat and self.given.stream else ""
+        self.head = {"id": self.opened[0].work.request.id, "object": kind, "created": self.created}
+        self.head |= {"model": self.given.model or self.model}
+
+    def whole(self) -> Part:
         """Return the answer of a request that has ended."""
-        pairs = [(each, number) for each in opened for number in range(len(each.samples))]
-        choices = [self.choice(*pair, index, version) for index, pair in enumerate(pairs)]
-        answer = {"id": self._id(opened), **self.head, "choices": choices, "usage": self.usage(opened)}
-        if self.given.get("return_token_ids") and self.chat:
-            answer["prompt_token_ids"] = opened[0].work.request.tokens
-        return answer | {"weight_version": version}
+        pairs = [(each, number) for each in self.opened for number in range(len(each.samples))]
+        choices = [self._choice(*pair, index, 0, 0)[0] for index, pair in enumerate(pairs)]
+        answer = {**self.head, "choices": choices, "usage": self._usage()}
+        if self.given.return_token_ids and self.chat:
+            answer["prompt_token_ids"] = self.opened[0].work.request.tokens
+        return answer | {"weight_version": choices[-1]["weight_version"]}
 
-    def _id(self, opened: Sequence[Open]) -> str:
-        return opened[0].work.request.id
+    def parts(self, opened: Open, place: int) -> list[Part]:
+        """Return what a stream has to send of a prompt."""
+        found = []
+        for number, sample in enumerate(opened.samples):
+            start, shown = self.sent.get((opened.key, number), (0, 0))
+            if start < 0 or (len(sample.tokens) == start and sample.reason is None):
+                continue
+            index = place * len(opened.samples) + number
+            choice, length = self._choice(opened, number, index, start, shown)
+            if choice is not None:
+                self.sent[opened.key, number] = (-1, 0) if sample.reason else (len(sample.tokens), length)
+                found.append(self.head | {"choices": [choice]})
+        return found
 
-    def usage(self, opened: Sequence[Open]) -> dict[str, int]:
-        """Return the numbers of tokens."""
-        prompt = sum(len(each.work.request.tokens) for each in opened)
-        new = sum(len(sample.tokens) for each in opened for sample in each.samples)
+    def last(self) -> list[Part]:
+        """Return what ends a stream."""
+        options = self.given.stream_options
+        return [self.head | {"choices": [], "usage": self._usage()}] if options and options.include_usage else []
+
+    def _usage(self) -> Part:
+        prompt = sum(len(each.work.request.tokens) for each in self.opened)
+        new = sum(len(sample.tokens) for each in self.opened for sample in each.samples)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def choice(
-        self, opened: Open, number: int, index: int, version: str, start: int = 0, shown: int = 0, *, part: bool = False
-    ) -> dict[str, Any]:
-        """Return a choice. start, shown: tokens and characters that parts before had; part: of a stream."""
-        sample = opened.samples[number]
-        text, stop = "", None
-        if self.codec is not None:
-            text, stop = _stopped(text_of(self.codec, sample.tokens, self.given), opened, self.given)
+    def _choice(self, opened: Open, number: int, index: int, start: int, shown: int) -> tuple[Any, int]:
+        """Return a choice and the length of its text. start, shown: tokens and characters that were sent before.
+
+        It is None where the text of a stream ends in half a character, whose other half comes.
+        """
+        sample, prompt = opened.samples[number], opened.work.request.tokens
+        text, finish = _text(self.codec, opened, number, special=not self.given.skip_special_tokens, trim=True)
+        if self.given.stream and finish is None and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return None, 0
         tokens, values = sample.tokens[start:], decimals(sample.log_probabilities[start:])
-        finish = _finish(sample, opened, stop)
-        choice: dict[str, Any] = {
-            "index": index, "finish_reason": finish and finish["type"], "logprobs": None, **_versions(sample, version),
-        }  # fmt: skip
-        ids = bool(self.given.get("return_token_ids"))
-        if self.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": text[shown:]}
-            if ids and not part:
-                prompt = opened.work.request.tokens
-                message |= {
-                    "prompt_token_ids": prompt, "generation_token_ids": tokens, "generation_log_probs": values,
-                }  # fmt: skip
-            choice["delta" if part else "message"] = message
-        else:
-            choice["text"] = text[shown:]
-        if ids:
+        choice: Part = {"index": index, "finish_reason": finish and finish["type"], **_versions(opened, number)}
+        message: Part = {"role": "assistant", "content": text[shown:]}
+        if self.given.return_token_ids:
             choice["token_ids"] = tokens
             if not self.chat:
-                choice["prompt_token_ids"] = opened.work.request.tokens
-        if self.given.get("logprobs") not in (None, False):
+                choice["prompt_token_ids"] = prompt
+            message |= {"prompt_token_ids": prompt, "generation_token_ids": tokens, "generation_log_probs": values}
+        if self.chat:
+            choice["delta" if self.given.stream else "message"] = message
+        else:
+            choice["text"] = text[shown:]
+        choice["logprobs"] = None
+        asked = getattr(self.given, "logprobs", None)
+        if asked is not None and asked is not False:  # 0: no alternatives
             choice["logprobs"] = self._logprobs(tokens, values)
-            if self.given.get("bits"):
+            if self.given.bits:
                 choice["logprobs"]["bits"] = hexadecimal(sample.log_probabilities[start:])
-        return choice
+        return choice, len(text)
 
-    def _logprobs(self, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-        named = self.given.get("return_tokens_as_token_ids") or self.codec is None
-        texts = [f"token_id:{t}" if named or self.codec is None else self.codec.decode([t]) for t in tokens]
+    def _logprobs(self, tokens: Sequence[int], values: Sequence[float]) -> Part:
+        name: Callable[[int], str] = "token_id:{}".format
+        if self.codec is not None and not self.given.return_tokens_as_token_ids:
+            name = partial(_decoded, self.codec)
+        texts = [*map(name, tokens)]
         if self.chat:
             rows = zip(texts, values, strict=True)
-            content = [
-                {"token": text, "logprob": value, "bytes": [*text.encode()], "top_logprobs": []} for text, value in rows
-            ]
-            return {"content": content}
+            return {
+                "content": [{"token": t, "logprob": x, "bytes": [*t.encode()], "top_logprobs": []} for t, x in rows]
+            }
         offsets = [0, *np.cumsum([len(text) for text in texts]).tolist()][: len(texts)]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
+def _decoded(codec: Codec, token: int) -> str:
+    return codec.decode([token])

@@ -19,7 +19,6 @@ from tp_invariant_recipes.features.serve.messages import Event, Message, Version
 from tp_invariant_recipes.features.serve.metrics import Metrics
 
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
-PAUSES = ("abort", "retract", "in_place")
 
 
 class Refused(Exception):
@@ -53,13 +52,17 @@ class Sample:
 
 @dataclass(eq=False)
 class Open:
-    """A request that ranks compute. scores: the line of `tpi score` of its prompt, and the version that computed it."""
+    """A request that ranks compute. version: of the weights as it came. changed: of it, or of those that came with it.
+
+    scores: the line of `tpi score` of its prompt, and the version that computed it.
+    """
 
     key: str
     work: Work
     home: int
+    version: str
     samples: list[Sample]
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event
     scores: tuple[bytes, str] | None = None
     problem: Refused | None = None
 
@@ -67,18 +70,6 @@ class Open:
     def ended(self) -> bool:
         """Whether all samples have."""
         return all(sample.reason is not None for sample in self.samples)
-
-    async def wait(self) -> None:
-        """Wait for its end. Raises Refused: it has none."""
-        while not self.ended and self.problem is None:
-            await self.news()
-        if self.problem is not None:
-            raise self.problem
-
-    async def news(self) -> None:
-        """Wait until it has changed."""
-        await self.changed.wait()
-        self.changed.clear()
 
 
 class Backend:
@@ -148,6 +139,7 @@ class Backend:
                     [*completion.tokens], [*completion.log_probabilities], completion.finish_reason, versions
                 )
                 self.metrics.completed(completion.finish_reason, len(completion.tokens))
+                mine.changed.set()
                 if mine.ended:
                     self._close(mine)
             case messages.Answer(key) if (future := self._asked.pop(key, None)) is not None and not future.done():
@@ -185,9 +177,10 @@ class Backend:
             if count > self.queue:
                 raise Refused(413, f"{count} completions are more than the {self.queue} that may wait (--queue)")
             raise Refused(429, f"{waiting} completions are open, and at most {self.queue} may be (--queue)")
-        return [self._opened(work) for work in works]
+        changed = asyncio.Event()
+        return [self._opened(work, changed) for work in works]
 
-    def _opened(self, work: Work) -> Open:
+    def _opened(self, work: Work, changed: asyncio.Event) -> Open:
         request = work.request
         loads = dict.fromkeys(self._homes, 0)
         home = None
@@ -196,7 +189,8 @@ class Backend:
             if each.work.request.tokens == request.tokens:  # its prefix is computed there
                 home = each.home
         home = min(loads, key=loads.__getitem__) if home is None else home
-        mine = Open(next(self._keys), work, home, [Sample() for _ in range(request.sampling.num_return_sequences)])
+        samples = [Sample() for _ in range(request.sampling.num_return_sequences)]
+        mine = Open(next(self._keys), work, home, self.weights.version, samples, changed)
         self.open[mine.key] = mine
         self.metrics.add("tpi_prompt_tokens_total", len(request.tokens))
         join = messages.Join(replace(request, id=mine.key), request.id, home, work.stream)
@@ -275,7 +269,7 @@ class Backend:
             self.metrics.add("tpi_weight_updates_total", outcome=outcome)
 
     def pause(self, mode: str) -> None:
-        """Make no pass from now on. mode: of PAUSES."""
+        """Make no pass from now on. mode: abort, retract or in_place."""
         self.check()
         if mode == "abort":
             self.leave([*self.open.values()], told=True)

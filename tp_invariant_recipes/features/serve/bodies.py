@@ -1,177 +1,257 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of requests: which keys they have, what their values may be, and the requests that follow.
+"""Bodies of requests: a field for each key that is taken, and the requests that follow.
 
-A key is a row of a table. Clients of SGLang and OpenAI send some keys always, which have no meaning here: one value of
-these is taken, that of their default, and any value of keys that describe the client.
+Clients of SGLang and OpenAI always send some keys that have no meaning here. Of these one value is taken, their
+default, and any value of keys that describe the client. null is the same as no key.
 """
 
+import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.data.sequences import Codec
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, listed, refuse
 from tp_invariant_recipes.features.rollouts import requests
 from tp_invariant_recipes.features.rollouts.requests import SEEDS, Request, Sampling
-from tp_invariant_recipes.features.serve.backend import PAUSES, Refused, Work
+from tp_invariant_recipes.features.serve.backend import Refused, Work
 from tp_invariant_recipes.settings.keys import nearest
 
 STOPS, STOP_BYTES = 64, 1024  # stop strings or tokens of a request, and bytes of a string
 SCORED = 1 << 18  # tokens of a body of /score
-CHAT_TOKENS = 1024  # new tokens of an answer in a chat, by default
-
-Test = Callable[[Any], bool]
-Key = tuple[Test, str]  # whether a value is right, and what it must be
+SHOWN = 5  # problems of one message
 
 
-def _is(kind: type, value: Any) -> bool:
-    return type(value) is kind
+def _temperature(value: float) -> float:
+    if value != 0 and not requests.is_temperature(value):
+        raise ValueError("must be 0 or from 1e-6 to 1e6")
+    return value
 
 
-def _in(least: float, most: float, kinds: tuple[type, ...], value: Any) -> bool:
-    return type(value) in kinds and least <= value <= most
-
-
-def _whole(least: int, most: int) -> Key:
-    return partial(_in, least, most, (int,)), f"must be a whole number from {least} to {most}"
-
-
-def _number(least: float, most: float) -> Key:
-    return partial(_in, least, most, (int, float)), f"must be a number from {least:g} to {most:g}"
-
-
-def _temperature(value: Any) -> bool:
-    return type(value) in (int, float) and (value == 0 or requests.is_temperature(value))
-
-
-def _texts(value: Any) -> bool:
+def _stops(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
-    return isinstance(texts, list) and len(texts) <= STOPS and all(map(_stop, texts))
+    if not isinstance(texts, list) or len(texts) > STOPS or not all(map(_is_stop, texts)):
+        raise ValueError(f"must be a text or a list of up to {STOPS}, each of 1 to {STOP_BYTES} bytes")
+    return texts
 
 
-def _stop(text: Any) -> bool:
+def _is_stop(text: Any) -> bool:
     return isinstance(text, str) and 0 < len(text.encode()) <= STOP_BYTES
 
 
-def _ids(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= STOPS and requests.are_tokens(value)
+def _one_or_more(value: Any) -> Any:
+    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        raise ValueError("must be a text or a list of texts")
+    return value
 
 
-def _list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, kind) or (isinstance(value, list) and all(isinstance(item, kind) for item in value))
+Tokens, Seed = Annotated[int, Field(ge=1, lt=1 << 31)], Annotated[int, Field(ge=0, lt=SEEDS)]
+Texts = Annotated[Any, AfterValidator(_one_or_more)]
+Idle = ClassVar[dict[str, tuple[Any, ...] | None]]
+ANY = None
 
 
-def _among(values: Sequence[Any], value: Any) -> bool:
-    return any(type(value) is type(one) and value == one for one in values)
+class Body(BaseModel):
+    """An object with these keys and no others. idle: keys without meaning here -> the values that are taken, or ANY."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    idle: Idle = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_meaning(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        taken = {key for key, value in body.items() if key in cls.idle and _is_taken(cls.idle[key], value)}
+        return {key: value for key, value in body.items() if value is not None and key not in taken}
 
 
-def _only(*values: Any) -> Key:
-    """Return a key without meaning here, of which these values are taken, or null."""
-    shown = " or ".join("null" if value is None else repr(value).lower() for value in values or (None,))
-    return partial(_among, values), f"has no effect here; leave it out, or {shown}"
+def _is_taken(values: tuple[Any, ...] | None, value: Any) -> bool:
+    return values is None or value in values
 
 
-def _any(value: Any) -> bool:
-    return True
+class Draws(Body):
+    """How tokens are drawn, in all routes."""
+
+    temperature: Annotated[float, AfterValidator(_temperature)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
+    n: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    stop: Annotated[Any, AfterValidator(_stops)] = ()
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=STOPS)] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    idle: Idle = {
+        **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty"), (0,)), "repetition_penalty": (1,),
+        "spaces_between_special_tokens": (True,), "logit_bias": ({},),
+    }  # fmt: skip
+
+    def sampling(self, new: int, seed: int | None, ends: Sequence[int]) -> Sampling:
+        """Return how a request samples. new: tokens, at most. ends: that end a text. Raises ConfigError."""
+        stops = dict.fromkeys((*(() if self.ignore_eos else ends), *self.stop_token_ids))
+        base = Sampling(max_new_tokens=new, eos_token_id=tuple(stops), stop_strings=tuple(self.stop))
+        if self.temperature > 0:
+            drawn = {
+                "temperature": self.temperature,
+                "top_k": max(0, self.top_k),
+                "top_p": self.top_p,
+                "seed": seed or 0,
+            }
+            return replace(base, do_sample=True, num_return_sequences=self.n, **drawn)
+        has = {"top_p": self.top_p != 1, "top_k": self.top_k > 1, "n": self.n > 1, "seed": seed is not None}
+        refuse([f"{key}: has no effect with temperature=0" for key, given in has.items() if given])
+        return base
 
 
-BOOL: Key = (partial(_is, bool), "must be true or false")
-TEXT: Key = (partial(_is, str), "must be text")
-ANY: Key = (_any, "")
-_DRAWS: dict[str, Key] = {
-    "temperature": (_temperature, "must be 0 or from 1e-6 to 1e6"),
-    "top_p": (lambda value: requests.is_share(value), "must be above 0 and at most 1"),
-    "top_k": (partial(_in, -1, 1 << 31, (int,)), "must be a whole number; -1 and 0: all tokens"),
-    "n": _whole(1, 1 << 16),
-    "stop": (_texts, f"must be a text or a list of up to {STOPS}, each of 1 to {STOP_BYTES} bytes"),
-    "stop_token_ids": (_ids, f"must be a list of up to {STOPS} token ids"),
-    "ignore_eos": BOOL,
-}
-SAMPLING: dict[str, Key] = {
-    **_DRAWS, "max_new_tokens": _whole(1, (1 << 31) - 1), "sampling_seed": _whole(0, SEEDS - 1),
-    "min_p": _only(0, 0.0), "min_new_tokens": _only(0), "frequency_penalty": _only(0, 0.0),
-    "presence_penalty": _only(0, 0.0), "repetition_penalty": _only(1, 1.0), "skip_special_tokens": BOOL,
-    "spaces_between_special_tokens": _only(True), "no_stop_trim": BOOL, "stream_interval": _only(1),
-    **dict.fromkeys(
-        ("stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "custom_params"), _only()
-    ),
-}  # fmt: skip
-GENERATE: dict[str, Key] = {
-    "input_ids": (partial(_is, list), "must be a list of token ids, or of such lists"),
-    "text": (partial(_list_of, str), "must be a text or a list of texts"),
-    "sampling_params": (partial(_list_of, dict), "must be an object, or one for each prompt"),
-    "rid": (partial(_list_of, str), "must be a text, or one for each prompt"),
-    "return_logprob": BOOL, "logprob_start_len": _whole(-1, 1 << 31), "return_text_in_logprobs": BOOL,
-    "stream": BOOL, "bits": BOOL, "top_logprobs_num": _only(0), "return_hidden_states": _only(False),
-    "return_routed_experts": _only(False), "background": _only(False),
-    **dict.fromkeys(("log_metrics", "no_logs", "conversation_id", "routing_key"), ANY),
-    **dict.fromkeys(
-        (
-            *("token_ids_logprob", "image_data", "video_data", "audio_data", "modalities", "input_embeds"),
-            *("lora_path", "lora_id", "session_params", "custom_logit_processor", "bootstrap_host"),
-            *("bootstrap_port", "bootstrap_room", "data_parallel_rank", "priority", "extra_key"),
+class SamplingParams(Draws):
+    """`sampling_params` of SGLang."""
+
+    max_new_tokens: Tokens = 128
+    sampling_seed: Seed | None = None
+    no_stop_trim: bool = False
+    idle: Idle = {
+        **Draws.idle, "min_new_tokens": (0,), "stream_interval": (1,),
+        **dict.fromkeys(("stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "custom_params"), ()),
+    }  # fmt: skip
+
+
+class Generate(Body):
+    """/generate of SGLang."""
+
+    input_ids: list[Any] | None = None
+    text: Texts = None
+    sampling_params: Any = {}
+    rid: Texts = None
+    return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    bits: bool = False
+    idle: Idle = {
+        "top_logprobs_num": (0,),
+        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), (False,)),
+        **dict.fromkeys(("log_metrics", "no_logs", "conversation_id", "routing_key"), ANY),
+        **dict.fromkeys(
+            (
+                *("token_ids_logprob", "image_data", "video_data", "audio_data", "modalities", "input_embeds"),
+                *("lora_path", "lora_id", "session_params", "custom_logit_processor", "bootstrap_host"),
+                *("bootstrap_port", "bootstrap_room", "data_parallel_rank", "priority", "extra_key"),
+            ),
+            (),
         ),
-        _only(),
-    ),
-}  # fmt: skip
-_OPENAI: dict[str, Key] = {
-    **_DRAWS, "model": TEXT, "max_tokens": _whole(1, (1 << 31) - 1), "seed": _whole(0, SEEDS - 1), "stream": BOOL,
-    "stream_options": (partial(_is, dict), "must be an object"), "return_token_ids": BOOL, "bits": BOOL,
-    "return_tokens_as_token_ids": BOOL, "rid": TEXT, "request_id": TEXT, "skip_special_tokens": BOOL,
-    "frequency_penalty": _only(0, 0.0), "presence_penalty": _only(0, 0.0), "repetition_penalty": _only(1, 1.0),
-    "min_p": _only(0, 0.0), "min_tokens": _only(0), "logit_bias": _only({}),
-    "spaces_between_special_tokens": _only(True), "include_stop_str_in_output": _only(False),
-    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier"), ANY),
-    **dict.fromkeys(("priority", "cache_salt", "prompt_logprobs", "truncate_prompt_tokens"), _only()),
-}  # fmt: skip
-COMPLETIONS: dict[str, Key] = {
-    **_OPENAI, "prompt": ANY, "logprobs": _whole(0, 1), "echo": _only(False), "best_of": _only(1),
-    "suffix": _only(), "add_special_tokens": _only(True), "response_format": _only({"type": "text"}),
-}  # fmt: skip
-CHAT: dict[str, Key] = {
-    **_OPENAI, "messages": (partial(_is, list), "must be a list of messages"), "logprobs": BOOL,
-    "top_logprobs": _only(0), "max_completion_tokens": _whole(1, (1 << 31) - 1),
-    "response_format": _only({"type": "text"}), "tools": _only([]), "tool_choice": _only("none", "auto"),
-    "parallel_tool_calls": ANY, "add_generation_prompt": _only(True), "continue_final_message": _only(False),
-    "chat_template_kwargs": _only({}), "reasoning_effort": _only(), "echo": _only(False),
-}  # fmt: skip
-UPDATE: dict[str, Key] = {
-    "model_path": TEXT, "step": _whole(0, 1 << 40), "abort_all_requests": BOOL, "flush_cache": _only(True),
-    "load_format": _only("auto"), "is_async": _only(False), "keep_pause": _only(False), "token_step": _only(0),
-    "torch_empty_cache": _only(False), "recapture_cuda_graph": _only(False), "weight_version": _only(),
-    "manifest": _only(),
-}  # fmt: skip
-PAUSE: dict[str, Key] = {"mode": (partial(_among, PAUSES), f"must be one of {', '.join(PAUSES)}")}
-ABORT_KEYS: dict[str, Key] = {"rid": TEXT, "abort_all": BOOL, "abort_message": ANY, "finished_reason": _only()}
-CONTINUE: dict[str, Key] = {"torch_empty_cache": _only(False, True)}
-EMPTY: dict[str, Key] = {"timeout": ANY}
-_ROW = ("id", "tokens", "attention_mask", "cu_seqlens", "text", "prompt", "response", "messages", "prompt_token_ids")
-SCORE: dict[str, Key] = {
-    **dict.fromkeys((*_ROW, "token_ids", "prompt_length"), ANY),
-    "sequences": (partial(_is, list), "must be rows"),
-}
+    }
 
 
-def check(body: Mapping[str, Any], keys: Mapping[str, Key], within: str = "") -> dict[str, Any]:
-    """Return the values of a body that are not null. Raises Refused that names each wrong key."""
-    wrong = [f"{within}{key}: no such key{nearest(key, [*keys])}" for key in body if key not in keys]
-    given = {key: value for key, value in body.items() if value is not None and key in keys}
-    for key, value in given.items():
-        test, must = keys[key]
-        if not test(value):
-            wrong.append(f"{within}{key}={_short(value)}: {must}")
-    if wrong:
-        first = next(key for key in body if key not in keys or (key in given and not keys[key][0](body[key])))
-        raise Refused(400, "\n".join(wrong[:5]), f"{within}{first}")
-    return given
+class StreamOptions(Body):
+    """`stream_options` of OpenAI."""
+
+    include_usage: bool = False
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+class OpenAI(Draws):
+    """What OpenAI's routes share, with vLLM's keys for token ids."""
+
+    model: str | None = None
+    max_tokens: Tokens | None = None
+    seed: Seed | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    rid: str | None = None
+    request_id: str | None = None
+    bits: bool = False
+    idle: Idle = {
+        **Draws.idle, "min_tokens": (0,), "response_format": ({"type": "text"},),
+        **dict.fromkeys(("echo", "include_stop_str_in_output"), (False,)),
+        **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier"), ANY),
+        **dict.fromkeys(("priority", "cache_salt", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    }  # fmt: skip
+
+
+class Completions(OpenAI):
+    """/v1/completions of OpenAI."""
+
+    prompt: Any = None
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    idle: Idle = {**OpenAI.idle, "best_of": (1,), "add_special_tokens": (True,), "suffix": ()}
+
+
+class Chat(OpenAI):
+    """/v1/chat/completions of OpenAI."""
+
+    messages: list[Any]
+    logprobs: bool | None = None
+    max_completion_tokens: Tokens | None = None
+    idle: Idle = {
+        **OpenAI.idle, "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
+        "add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template_kwargs": ({},),
+        "parallel_tool_calls": ANY, "reasoning_effort": (),
+    }  # fmt: skip
+
+
+class Update(Body):
+    """/update_weights_from_disk of SGLang."""
+
+    model_path: str
+    step: Annotated[int, Field(ge=0, lt=1 << 40)] | None = None
+    abort_all_requests: bool = False
+    idle: Idle = {
+        "load_format": ("auto",), "flush_cache": (True,), "token_step": (0,), "weight_version": (), "manifest": (),
+        **dict.fromkeys(("is_async", "keep_pause", "torch_empty_cache", "recapture_cuda_graph"), (False,)),
+    }  # fmt: skip
+
+
+class Pause(Body):
+    """/pause_generation of SGLang."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class Abort(Body):
+    """/abort_request of SGLang."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    idle: Idle = {"abort_message": ANY, "finished_reason": ()}
+
+
+class Plain(Body):
+    """/continue_generation and /flush_cache of SGLang."""
+
+    idle: Idle = {"timeout": ANY, "torch_empty_cache": ANY}
+
+
+# Keys of a row of `tpi score`, whose values data/sequences.py reads.
+ROW = (
+    *("id", "tokens", "attention_mask", "cu_seqlens", "text", "prompt", "response", "messages", "prompt_token_ids"),
+    *("token_ids", "prompt_length"),
+)
+
+
+def checked[B: Body](kind: type[B], body: Any, within: str = "") -> B:
+    """Return a body. Raises Refused that names wrong keys."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        keys = [f"{within}{problem['loc'][0] if problem['loc'] else 'body'}" for problem in problems]
+        lines = dict.fromkeys(f"{key}: {_text(kind, one)}" for key, one in zip(keys, problems, strict=True))
+        raise Refused(400, "\n".join([*lines][:SHOWN]), keys[0]) from None
+
+
+def _text(kind: type[Body], problem: Any) -> str:
+    text, key = problem["msg"].removeprefix("Value error, "), str((*problem["loc"], "")[0])
+    if problem["type"] == "extra_forbidden" and key in kind.idle:
+        taken = " or ".join(map(json.dumps, kind.idle[key] or (None,)))
+        return f"has no effect here; leave it out, or {taken}"
+    if problem["type"] == "extra_forbidden":
+        return f"no such key{nearest(key, [*kind.model_fields])}"
+    return f"{text[0].lower()}{text[1:]}"
 
 
 @dataclass(frozen=True)
@@ -188,47 +268,102 @@ class Prompts:
     longest: int
     names: tuple[str, ...]
 
-    def ids(self, value: Any, key: str) -> list[int]:
-        """Return token ids, or those of a text. Raises Refused."""
+    def generate(self, body: Any) -> tuple[list[Work], Generate, list[SamplingParams]]:
+        """Return the requests of a body of /generate, the body, and how each samples. Raises Refused."""
+        given = checked(Generate, body)
+        if (given.input_ids is None) == (given.text is None):
+            raise Refused(400, "input_ids, text: a request has one of both", "input_ids")
+        prompts = self._tokens(given.text if given.input_ids is None else given.input_ids, "input_ids")
+        params = given.sampling_params
+        several = params if isinstance(params, list) else [params] * len(prompts)
+        if len(several) != len(prompts):
+            raise Refused(400, f"sampling_params: {len(several)} for {len(prompts)} prompts", "sampling_params")
+        each = [checked(SamplingParams, one, "sampling_params.") for one in several]
+        if given.logprob_start_len >= 0 and (given.stream or not given.return_logprob):
+            text = "has no effect without return_logprob, and with stream; /score scores a prompt"
+            raise Refused(400, f"logprob_start_len: {text}", "logprob_start_len")
+        first = given.logprob_start_len if given.logprob_start_len >= 0 else None
+        seeds = [one.sampling_seed for one in each]
+        limits = [one.max_new_tokens for one in each]
+        return self._works(prompts, each, limits, seeds, given.rid, given.stream, first), given, each
+
+    def openai(self, kind: type[OpenAI], body: Any) -> tuple[list[Work], OpenAI]:
+        """Return the requests of a body of OpenAI's routes, and the body. Raises Refused."""
+        given = checked(kind, body)
+        if given.model is not None and given.model not in self.names:
+            raise Refused(404, f"model: there is no {given.model!r:.80}; the server has {self.names[0]}", "model")
+        if given.stream_options is not None and not given.stream:
+            raise Refused(400, "stream_options: has no effect without stream", "stream_options")
+        names = [name for name in (given.rid, given.request_id) if name is not None]
+        new = given.max_tokens or 16
+        if isinstance(given, Chat):
+            limits = [limit for limit in (given.max_tokens, given.max_completion_tokens) if limit is not None]
+            new = limits[0] if limits else 1024
+            if len(limits) > 1:
+                raise Refused(400, "max_tokens, max_completion_tokens: one of both", "max_tokens")
+            tokens = [self._conversation(given.messages)]
+        else:
+            tokens = self._tokens(getattr(given, "prompt", None), "prompt")
+        if len(names) > 1:
+            raise Refused(400, "rid, request_id: one of both", "rid")
+        rid = names[0] if names else None
+        count = len(tokens)
+        return self._works(tokens, [given] * count, [new] * count, [given.seed] * count, rid, given.stream), given
+
+    def score(self, body: Mapping[str, Any]) -> list[sequences.Sequence]:
+        """Return the sequences of a body of /score. Raises Refused."""
+        rows = body.get("sequences", [body])
+        if "sequences" in body and (len(body) > 1 or not isinstance(rows, list)):
+            raise Refused(400, "sequences: must be a list of rows, and no other key stands beside it", "sequences")
+        found: list[sequences.Sequence] = []
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict) or (unknown := [key for key in row if key not in ROW]):
+                key = unknown[0] if isinstance(row, dict) else "sequences"
+                raise Refused(400, f"{key}: row {number} is no object with keys of {', '.join(ROW)}", key)
+            try:
+                found += sequences.parse(json.dumps(row).encode(), number, self.vocabulary, self.codec)
+            except ValueError as error:
+                raise Refused(400, f"row {number}: {error}", "sequences") from error
+        if (count := sum(len(each.tokens) for each in found)) > SCORED:
+            raise Refused(413, f"{count} tokens are more than the {SCORED} that a request may score", "sequences")
+        if not found or max(len(each.tokens) for each in found) > self.longest:
+            raise Refused(400, f"sequences: at least one, each of at most {self.longest} tokens", "sequences")
+        return found
+
+    def _tokens(self, value: Any, key: str) -> list[list[int]]:
+        """Return one prompt or several."""
+        several = isinstance(value, list) and value and isinstance(value[0], list | str)
+        encode = self.codec.encode if self.codec else None
         try:
-            if key == "input_ids" and isinstance(value, str):
-                raise ValueError("input_ids must be token ids; text is text")
-            return sequences.ids(value, key, self.codec.encode if self.codec else None, special=True)
+            return [sequences.ids(one, key, encode, special=True) for one in (value if several else [value])]
         except ValueError as error:
             raise Refused(400, str(error), key) from error
 
-    def work(self, work: Work) -> Work:
-        """Return what fits the model. Raises Refused."""
-        found = requests.unfit(work.request, self.vocabulary, self.longest, self.codec is not None)
-        if problems := [*found]:
-            raise Refused(400, listed(problems))
-        return work
-
-    def sampling(self, given: Mapping[str, Any], seed: str, new: int) -> Sampling:
-        """Return how a request samples. seed: the key that is its seed. new: its tokens, at most. Raises Refused."""
-        ends = () if given.get("ignore_eos") else self.ends
-        fields: dict[str, Any] = {
-            "max_new_tokens": new, "eos_token_id": tuple(dict.fromkeys((*ends, *given.get("stop_token_ids", ())))),
-            "stop_strings": given.get("stop"),
-        }  # fmt: skip
-        if given.get("temperature", 1) == 0:
-            idle = {"top_p": 1, "top_k": (-1, 0, 1), "n": 1, seed: ()}
-            for key, neutral in idle.items():
-                if key in given and given[key] not in (neutral if isinstance(neutral, tuple) else (neutral,)):
-                    raise Refused(400, f"{key}={_short(given[key])}: has no effect with temperature=0", key)
-        else:
-            fields |= {
-                "do_sample": True, "temperature": given.get("temperature", 1.0), "top_p": given.get("top_p", 1.0),
-                "top_k": max(0, given.get("top_k", 0)), "num_return_sequences": given.get("n", 1),
-                "seed": given.get(seed, 0),
-            }  # fmt: skip
+    def _conversation(self, messages: list[Any]) -> list[int]:
         try:
-            return Sampling(**fields)
-        except ConfigError as error:
-            raise Refused(400, str(error)) from error
+            return sequences.conversation(self.codec, messages, answer=True)
+        except ValueError as error:
+            raise Refused(400, str(error), "messages") from error
+
+    def _works(
+        self, prompts: Sequence[list[int]], each: Sequence[Draws], limits: Sequence[int],
+        seeds: Sequence[int | None], rid: Any, stream: bool, first: int | None = None,
+    ) -> list[Work]:  # fmt: skip
+        seeded = all(draws.temperature == 0 or seed is not None for draws, seed in zip(each, seeds, strict=True))
+        works = []
+        ids = _names(rid, len(prompts), seeded=seeded)
+        for name, tokens, draws, new, seed in zip(ids, prompts, each, limits, seeds, strict=True):
+            try:
+                request = Request(name, tuple(tokens), draws.sampling(new, seed, self.ends))
+            except ConfigError as error:
+                raise Refused(400, str(error), str(error).partition(":")[0]) from error
+            if problems := [*requests.unfit(request, self.vocabulary, self.longest, self.codec is not None)]:
+                raise Refused(400, listed(problems))
+            works.append(Work(request, stream, first))
+        return works
 
 
-def names(rid: Any, count: int, *, seeded: bool, single: bool) -> list[str]:
+def _names(rid: Any, count: int, *, seeded: bool) -> list[str]:
     """Return the ids of a body's prompts, which name their draws.
 
     Without `rid`: their places, from 1 on, where there is a seed, as lines of a file of `tpi generate`; else new ones.
@@ -238,111 +373,5 @@ def names(rid: Any, count: int, *, seeded: bool, single: bool) -> list[str]:
             raise Refused(400, f"rid: {len(rid)} ids for {count} prompts", "rid")
         return rid
     if rid is not None:
-        return [rid] if single else [f"{rid}_{n}" for n in range(count)]
+        return [rid] if count == 1 else [f"{rid}_{n}" for n in range(count)]
     return [str(n + 1) if seeded else uuid.uuid4().hex for n in range(count)]
-
-
-def generate(body: Mapping[str, Any], prompts: Prompts) -> tuple[list[Work], dict[str, Any], bool]:
-    """Return the requests of a body of SGLang's /generate, its other values, and whether it has one prompt."""
-    given = check(body, GENERATE)
-    sources = [key for key in ("input_ids", "text") if key in given]
-    if len(sources) != 1:
-        raise Refused(400, "a request has either input_ids or text", "input_ids")
-    value = given[sources[0]]
-    single = isinstance(value, str) or not (isinstance(value, list) and value and isinstance(value[0], list | str))
-    values = [value] if single else value
-    params = given.get("sampling_params", {})
-    if isinstance(params, list) and len(params) != len(values):
-        raise Refused(400, f"sampling_params: {len(params)} objects for {len(values)} prompts", "sampling_params")
-    several = params if isinstance(params, list) else [params] * len(values)
-    checked = [check(each, SAMPLING, "sampling_params.") for each in several]
-    seeded = all("sampling_seed" in each or each.get("temperature") == 0 for each in checked)
-    start = given.get("logprob_start_len", -1)
-    if start >= 0 and not given.get("return_logprob"):
-        raise Refused(400, "logprob_start_len: has no effect without return_logprob", "logprob_start_len")
-    works = []
-    ids = names(given.get("rid"), len(values), seeded=seeded, single=single)
-    for name, tokens, each in zip(ids, values, checked, strict=True):
-        sampling = prompts.sampling(each, "sampling_seed", each.get("max_new_tokens", 128))
-        request = _request(name, prompts.ids(tokens, sources[0]), sampling)
-        works.append(prompts.work(Work(request, bool(given.get("stream")), start if start >= 0 else None)))
-    for key in ("skip_special_tokens", "no_stop_trim"):
-        if len({each.get(key) for each in checked}) > 1:
-            raise Refused(400, f"sampling_params.{key}: must be the same for all prompts of a request", key)
-        given[key] = checked[0].get(key, key == "skip_special_tokens")
-    return works, given, single
-
-
-def _request(name: str, tokens: list[int], sampling: Sampling) -> Request:
-    return Request(name, tuple(tokens), sampling)
-
-
-def completions(body: Mapping[str, Any], prompts: Prompts) -> tuple[list[Work], dict[str, Any]]:
-    """Return the requests of a body of OpenAI's /v1/completions, and its other values."""
-    given = _openai(body, COMPLETIONS, prompts)
-    value = given.get("prompt")
-    if value is None:
-        raise Refused(400, "prompt: is missing", "prompt")
-    single = isinstance(value, str) or not (isinstance(value, list) and value and isinstance(value[0], list | str))
-    tokens = [prompts.ids(each, "prompt") for each in ([value] if single else value)]
-    return _works(given, tokens, given.get("max_tokens", 16), single, prompts), given
-
-
-def chat(body: Mapping[str, Any], prompts: Prompts) -> tuple[list[Work], dict[str, Any]]:
-    """Return the request of a body of OpenAI's /v1/chat/completions, and its other values."""
-    given = _openai(body, CHAT, prompts)
-    if {"max_tokens", "max_completion_tokens"} <= given.keys():
-        raise Refused(400, "max_tokens and max_completion_tokens: one of both", "max_tokens")
-    if "messages" not in given:
-        raise Refused(400, "messages: is missing", "messages")
-    try:
-        tokens = sequences.conversation(prompts.codec, given["messages"], answer=True)
-    except ValueError as error:
-        raise Refused(400, str(error), "messages") from error
-    new = given.get("max_completion_tokens", given.get("max_tokens", CHAT_TOKENS))
-    return _works(given, [tokens], new, True, prompts), given
-
-
-def _openai(body: Mapping[str, Any], keys: Mapping[str, Key], prompts: Prompts) -> dict[str, Any]:
-    given = check(body, keys)
-    if given.get("model", prompts.names[0]) not in prompts.names:
-        raise Refused(404, f"model={_short(given['model'])}: the server has {prompts.names[0]}", "model")
-    options = check(given.get("stream_options", {}), {"include_usage": BOOL}, "stream_options.")
-    if options and not given.get("stream"):
-        raise Refused(400, "stream_options: has no effect without stream", "stream_options")
-    given["include_usage"] = options.get("include_usage", False)
-    if "rid" in given and "request_id" in given:
-        raise Refused(400, "rid and request_id: one of both", "rid")
-    return given
-
-
-def _works(given: Mapping[str, Any], tokens: list[list[int]], new: int, single: bool, prompts: Prompts) -> list[Work]:
-    sampling = prompts.sampling(given, "seed", new)
-    seeded = "seed" in given or not sampling.do_sample
-    ids = names(given.get("rid", given.get("request_id")), len(tokens), seeded=seeded, single=single)
-    requested = [_request(name, each, sampling) for name, each in zip(ids, tokens, strict=True)]
-    return [prompts.work(Work(request, bool(given.get("stream")))) for request in requested]
-
-
-def score(body: Mapping[str, Any], prompts: Prompts, encoded: Callable[[Any], bytes]) -> list[sequences.Sequence]:
-    """Return the sequences of a body of /score: a row of `tpi score`, or several as `sequences`. Raises Refused."""
-    given = check(body, SCORE)
-    if "sequences" in given and len(given) > 1:
-        raise Refused(400, "sequences: no other key stands beside it", "sequences")
-    rows = given.get("sequences", [given])
-    found: list[sequences.Sequence] = []
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise Refused(400, f"sequences: row {number} is no object", "sequences")
-        check(row, {key: ANY for key in SCORE if key != "sequences"}, f"sequences[{number - 1}].")
-        try:
-            found += sequences.parse(encoded(row), number, prompts.vocabulary, prompts.codec)
-        except ValueError as error:
-            raise Refused(400, f"row {number}: {error}", "sequences") from error
-    if not found:
-        raise Refused(400, "sequences: there are none", "sequences")
-    if any(len(each.tokens) > prompts.longest for each in found):
-        raise Refused(400, f"a sequence has more than {prompts.longest} tokens", "sequences")
-    if (count := sum(len(each.tokens) for each in found)) > SCORED:
-        raise Refused(413, f"{count} tokens are more than the {SCORED} that a request may score", "sequences")
-    return found

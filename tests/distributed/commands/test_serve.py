@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tpi serve`: the answers to 64 clients at random times are a file of `tpi generate`, in any layout."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests import hf_folders
+from tests.distributed.commands.test_score import FOLDERS, write
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+pytestmark = pytest.mark.usefixtures("modelopt")
+
+CLIENTS, REQUESTS = 64, 80
+LENGTHS = (1, 3, 17, 40, 70)
+SAMPLED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "n": 2}
+
+
+def requests():
+    """Prompts that begin alike; greedy, drawn, and drawn from some."""
+    draw = random.Random(3)
+    start = [draw.randrange(512) for _ in range(64)]
+    rows = []
+    for n in range(REQUESTS):
+        tokens = [*(start if n % 4 == 0 else ()), *(draw.randrange(512) for _ in range(draw.choice(LENGTHS)))]
+        more = {0: {"temperature": 0}, 1: {"temperature": 1, "seed": n}, 2: SAMPLED | {"seed": 5}}[n % 3]
+        rows.append({"id": f"r{n}", "tokens": tokens, "max_tokens": 2 + n % 7} | more)
+    return rows
+
+
+def line(row):
+    """As tpi generate takes it."""
+    if row["temperature"] == 0:
+        return {key: value for key, value in row.items() if key != "temperature"}
+    return {"do_sample": True, "top_k": 0} | row
+
+
+def body(row, **more):
+    names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
+    params = {names.get(key, key): value for key, value in row.items() if key not in ("id", "tokens")}
+    return {
+        "rid": row["id"],
+        "input_ids": row["tokens"],
+        "sampling_params": params | (more if row["temperature"] else {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(shared):
+    for name in ("qwen3", "moe"):
+        model, dtype, overrides = FOLDERS[name]
+        hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides), dtype=dtype)
+    model, dtype, overrides = FOLDERS["qwen3"]
+    hf_folders.make(shared.folder / "next", hf_folders.model_section(model, *overrides), dtype=dtype, seed=1)
+    deeper = hf_folders.model_section(model, *overrides, "model.num_layers=3")
+    hf_folders.make(shared.folder / "deeper", deeper, dtype=dtype)
+    write(shared.folder / "r.jsonl", map(line, requests()))
+    write(shared.folder / "s.jsonl", [{"id": row["id"], "tokens": [*row["tokens"], 7, 8]} for row in requests()])
+    return shared.folder
+
+
+class Server:
+    def __init__(self, shared, *words) -> None:
+        self.process = shared.start("serve", *words, "--port", "0", "--logs", f"logs-{shared.count}")
+        self.process.until(lambda: self.process.err.exists() and ": ready" in self.process.stderr)
+        self.url = re.search(r"(http://\S+): ready", self.process.stderr)[1]
+
+    def post(self, route, body):
+        return httpx.post(f"{self.url}{route}", json=body, timeout=300, trust_env=False)
+
+    def end(self, number=signal.SIGTERM):
+        os.kill(self.process.pid, number)
+        return self.process.wait()
+
+
+def hashed(rows) -> str:
+    """SHA-256 of ids, samples, tokens, bits and finish reasons."""
+    return hashlib.sha256("\n".join(sorted(map(json.dumps, rows))).encode()).hexdigest()
+
+
+def of_file(file: Path) -> str:
+    rows = map(json.loads, file.read_text().splitlines())
+    return hashed([[r["request"], r["sample"], r["token_ids"], r["bits"], r["finish_reason"]] for r in rows])
+
+
+def of_server(server, **more) -> str:
+    """Of the answers to CLIENTS clients, each at a random time; some leave and ask again, some score meanwhile."""
+    order = random.Random(4)
+
+    def ask(row, wait):
+        time.sleep(wait)
+        answer = server.post("/generate", body(row, **more) | {"return_logprob": True, "bits": True})
+        assert answer.status_code == 200, answer.text
+        answers = answer.json()
+        return answers if isinstance(answers, list) else [answers]
+
+    rows = requests()
+    order.shuffle(rows)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        waits = [order.random() * 2 for _ in rows]
+        answered = [one for several in pool.map(ask, rows, waits) for one in several]
+    metas = [(one["meta_info"], one["output_ids"]) for one in answered]
+    return hashed([[m["id"], m["sample"], ids, m["output_token_bits"], m["finish_reason"]["type"]] for m, ids in metas])
+
+
+LAYOUTS = (
+    ("qwen3", "--batch 16"), ("qwen3", "tp=2 --batch 7 --chunk 50 --cache 512"), ("qwen3", "dp=2"),
+    ("moe", "tp=2 ep=2"), ("moe", "dp=2 ep=2"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model, words", (LAYOUTS[0], *(pytest.param(*layout, marks=pytest.mark.release) for layout in LAYOUTS[1:]))
+)
+def test_answers_are_the_file_of_generate_and_of_score(shared, folder, model, words):
+    """The control is another seed."""
+    server = Server(shared, model, *words.split())
+    assert of_server(server) == of_file(once(shared, "generate", model, "r.jsonl"))
+    assert of_server(server, sampling_seed=99) != of_file(once(shared, "generate", model, "r.jsonl"))
+    rows = [json.loads(text) for text in (folder / "s.jsonl").read_text().splitlines()]
+    lines = once(shared, "score", model, "s.jsonl", "numerics=portable").read_bytes().splitlines()
+    assert server.post("/score", {"sequences": rows}).content.endswith(b'"scores": [' + b", ".join(lines) + b"]}")
+    assert server.end() == 0
+
+
+def once(shared, command, model, *words) -> Path:
+    """The file that a command writes."""
+    file = shared.folder / f"{model}.{command}"
+    if not file.exists():
+        shared(command, model, *words, "--out", file.name, status=0)
+    return file

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server whose rank is a thread: it draws token n of a prompt as its first token plus n, at -n/8."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from typing import Any
+
+import httpx
+
+from tp_invariant_recipes.data import sequences
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features.rollouts.requests import Completion, finish_reason
+from tp_invariant_recipes.features.serve import messages
+from tp_invariant_recipes.features.serve.bodies import Prompts
+from tp_invariant_recipes.features.serve.http import Http
+from tp_invariant_recipes.features.serve.messages import Weights
+from tp_invariant_recipes.features.serve.workflow import ServeRequest
+
+VOCABULARY, TOKENS = 512, 4096
+SLOW = 500  # a prompt that begins with it gets a token every 10 ms
+STEP = 0.01
+
+
+class FakeRank:
+    """Reads messages and makes passes, one token of each sample in a pass."""
+
+    def __init__(self, pipe: Any, codec: Any) -> None:
+        self.pipe, self.codec, self.version, self.held = pipe, codec, "v0", False
+        self.samples: dict[tuple[str, int], Any] = {}
+        self.log: list[Any] = []
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        self.pipe.send(messages.Ready(0, True, TOKENS))
+        while True:
+            slow = self.samples and all(m.request.tokens[0] == SLOW for m, *_ in self.samples.values())
+            wait = None if not self.samples or self.held else STEP if slow else 0
+            while self.pipe.poll(wait):
+                message = self.pipe.recv()
+                self.log.append(message)
+                if isinstance(message, messages.End):
+                    return
+                self.take(message)
+                wait = 0
+            if not self.held:
+                self.step()
+
+    def take(self, message: Any) -> None:
+        match message:
+            case messages.Join(request):
+                for n in range(request.sampling.num_return_sequences):
+                    self.samples[request.id, n] = (message, [], [])
+            case messages.Leave(key):
+                for place in [place for place in self.samples if place[0] == key]:
+                    self.end(place, messages.ABORT)
+            case messages.Hold(held):
+                self.held = held
+            case messages.Score(key, scored):
+                rows = [
+                    {"token_ids": s.tokens[s.first :], "logprobs": [-0.5] * len(s.tokens[s.first :])} for s in scored
+                ]
+                self.pipe.send(messages.Answer(key, self.version, [json.dumps(row).encode() for row in rows]))
+            case messages.Load(key, weights):
+                time.sleep(0.05)
+                problem = "its values are not finite" if weights.version == "nan" else None
+                if problem is None:
+                    for _, drawn, runs in self.samples.values():
+                        runs.append((self.version, len(drawn) - sum(count for _, count in runs)))
+                    self.version = weights.version
+                self.pipe.send(messages.Answer(key, self.version, problem=problem))
+
+    def step(self) -> None:
+        for place, (message, drawn, _) in [*self.samples.items()]:
+            drawn.append((message.request.tokens[0] + len(drawn) + place[1]) % VOCABULARY)
+            reason = finish_reason(drawn, message.request.sampling, self.codec and self.codec.decode)
+            if reason:
+                self.end(place, reason)
+            elif message.stream:
+                new = [drawn[-1]], [-len(drawn) / 8]
+                self.pipe.send(messages.Drawn(*place, *new))
+
+    def end(self, place: tuple[str, int], reason: str) -> None:
+        _, drawn, runs = self.samples.pop(place)
+        values = tuple(-(n + 1) / 8 for n in range(len(drawn)))
+        runs = [*runs, (self.version, len(drawn) - sum(count for _, count in runs))]
+        completion = Completion(*place, tuple(drawn), values, tuple(1 for _ in drawn), reason)
+        self.pipe.send(messages.Ended(completion, tuple(run for run in runs if run[1])))
+
+
+def located(source: str, step: int | None) -> Weights:
+    """Folders are named by their version."""
+    if source == "wide":
+        raise ConfigError("wide has model.hidden_size=128, and the server 64")
+    time.sleep(0.05)
+    return Weights(None, None, source)
+
+
+@contextmanager
+def served(codec: Any = None, key: str | None = None, **options: Any) -> Iterator[tuple[httpx.Client, FakeRank, Http]]:
+    """A server and a client of it. codec: bytes by default."""
+    codec = codec or sequences.tokenizer("byte")
+    mine, theirs = Pipe()
+    listening = socket.create_server(("127.0.0.1", 0))
+    prompts = Prompts(codec, VOCABULARY, (), TOKENS, ("fake", "default"))
+    request = ServeRequest(None, **options)  # type: ignore[arg-type]
+    facts = {"model": {"model_path": "fake"}, "server": {}}
+    http = Http(listening, [mine], 1, Weights(None, None, "v0"), located, prompts, request, key, facts)
+    rank = FakeRank(theirs, codec)
+    http.start()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=http.url, timeout=30, headers=headers, trust_env=False) as client:
+        while not http.ready:
+            time.sleep(0.005)
+        try:
+            yield client, rank, http
+        finally:
+            http.end("the test is over")
