@@ -33,6 +33,7 @@ from tp_invariant_recipes.kernels import (
     digest,
     grad_norm,
     group_norm,
+    message_digest,
     rms_norm,
     row_sums,
     tree_add,
@@ -195,11 +196,31 @@ def _mxfp8(large: bool) -> Calls:
             yield mxfp8.sides, x, dtype, rows, columns, of_groups
 
 
+def _message_digest(messages: Tensor, number: int) -> Tensor:
+    table = torch.full((9,), 2**62 + 1, device=messages.device)
+    message_digest.add_digests(message_digest.words(messages), table, 3, number)
+    return table
+
+
+def _message_digests(large: bool) -> Calls:
+    """Words of each size, one program and several, rows that end within a program; a message that is a view."""
+    for dtype, size in (
+        (FP32, 1),
+        (FP32, 5000),
+        (BF16, 1023),
+        (torch.uint8, 4099),
+        *(((BF16, 2**22),) if large else ()),
+    ):
+        for number in (0, 7):
+            yield _message_digest, _bytes((5, size), dtype, size), number
+    yield _message_digest, _bytes((4, 3001), BF16, 1)[:, 1:], 2
+
+
 TWINS: dict[str, Callable[[bool], Calls]] = {
     "tree_add": _tree_add, "row_sum": _row_sum, "row_add": _row_add, "portable norms": _norms,
     "portable SwiGLU": _swiglu, "portable rotary": _rotary, "portable cross entropy": _cross_entropy,
     "portable Adam": _adam, "portable routers": _routers, "portable functions": _functions, "portable draws": _draws,
-    "MXFP8": _mxfp8,
+    "MXFP8": _mxfp8, "message digests": _message_digests,
 }  # fmt: skip
 
 

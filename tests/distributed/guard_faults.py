@@ -184,3 +184,77 @@ KERNELS: dict[str, Callable[[_Now], None]] = {
     "all-gather": _after_the_update("weight", "within"), "memory": _after_the_update("master", "after"),
     "defined": _defined,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InTransit:
+    """What a rank receives is wrong, once: of the `number`-th call of a method of torch's ProcessGroup in a step.
+
+    fault: "flip" a bit, "swap" two pieces, "zeros", or "stale": what arrived a step before.
+    """
+
+    method: str
+    fault: str
+    step: int = 2
+    rank: int = 1
+    number: int = 0
+
+    def plant(self) -> "_Now":
+        """To be run before the command. Returns what knows the step."""
+        now = _Now(self)  # type: ignore[arg-type]
+        _count_steps(now)
+        original = getattr(torch.distributed.ProcessGroup, self.method)
+        calls = [0, 0]  # the step, and how many calls it has had
+        before: list[torch.Tensor] = []
+
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(group, *args, **kwargs)
+            calls[:] = (now.step, 0) if now.step != calls[0] else (calls[0], calls[1] + 1)
+            if os.environ.get("RANK") == str(self.rank) and calls[1] == self.number:
+                work.wait()
+                pieces = [piece.detach() for piece in _received(self.method, group, args)]
+                held = [piece.clone() for piece in pieces]
+                if now.step == self.step:
+                    self._spoil(pieces, before)
+                before[:] = held
+                return Done()
+            return work
+
+        setattr(torch.distributed.ProcessGroup, self.method, method)
+        return now
+
+    def _spoil(self, pieces: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+        other = (self.rank + 1) % len(pieces)
+        if self.fault == "flip":
+            flip(pieces[other], 5, 3)
+        elif self.fault == "zeros":
+            pieces[other].zero_()
+        elif self.fault == "stale":
+            rows = min(len(pieces[other]), len(before[other]))
+            pieces[other][:rows].copy_(before[other][:rows])
+        else:
+            halves = [*pieces[0].view(-1).chunk(2)]  # of a single message
+            two = (other + 2) % len(pieces) if len(pieces) > 2 else self.rank
+            pair = halves if len(pieces) == 1 else [pieces[other], pieces[two]]
+            one, two = (piece[: min(map(len, pair))] for piece in pair)
+            held = one.clone()
+            one.copy_(two)
+            two.copy_(held)
+
+
+class Done:
+    """A Work that has been waited for."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _received(method: str, group: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The pieces that a call fills, by the rank that sends them."""
+    output = args[0]
+    if method in ("allgather", "alltoall", "recv", "broadcast"):
+        return output[0] if method == "allgather" else output
+    if method == "allgather_into_tensor_coalesced":
+        output = output[0]
+    sizes = args[2] if method == "alltoall_base" and args[2] else len(output) // group.size()
+    return list(output.split(sizes))

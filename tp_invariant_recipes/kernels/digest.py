@@ -46,7 +46,7 @@ ROWS_AT_ONCE = 2
 WARPS = 4
 CHUNK = 1 << 20  # elements at a time on a CPU
 
-_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0)  # the digits of pi
+SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0)  # the digits of pi
 
 
 class Lanes:
@@ -134,13 +134,13 @@ def keys(length: int, device: torch.device) -> DigestKeys:
 @lru_cache(maxsize=4)
 def _keys(length: int, device: torch.device) -> DigestKeys:
     numbers = np.arange(length, dtype=np.uint64)
-    row, *columns = (_splitmix(numbers + np.uint64(seed)) for seed in _SEEDS)
+    row, *columns = (splitmix(numbers + np.uint64(seed)) for seed in SEEDS)
     rows = np.stack([row & np.uint64(0xFFFFFFFF), row >> np.uint64(32)], 1).astype(np.uint32) | np.uint32(1)
     odd = np.stack(columns, 1) | np.uint64(1)
     return DigestKeys(torch.from_numpy(rows.view(np.int32)).to(device), torch.from_numpy(odd.view(np.int64)).to(device))
 
 
-def _splitmix(state: np.ndarray) -> np.ndarray:
+def splitmix(state: np.ndarray) -> np.ndarray:
     """SplitMix64 of each state (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014)."""
     z = state * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

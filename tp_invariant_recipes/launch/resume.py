@@ -27,13 +27,14 @@ from tp_invariant_recipes.runs import checkpoints, restarts
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import finetuning
+from tp_invariant_recipes.settings.sections import GuardSettings
 from tp_invariant_recipes.settings.values import value_text
 
 # Overrides of one restart and not of the run: the step it resumed from, and what started its ranks.
 OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
 LR_DECAY = "scheduler.lr_decay_iters"
 # A repetition also has another directory.
-NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir", "guard.kind", "guard.every", "guard.products", "guard.exclude")
+NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir", *(f"guard.{name}" for name in vars(GuardSettings())))
 
 
 def resume_run(run: Path, composed: Composed, how: Planning = TO_TRAIN, *, start: int | None = None) -> Plan:

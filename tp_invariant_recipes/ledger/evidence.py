@@ -21,7 +21,7 @@ _METADATA = "evidence"
 
 # What has found the corrupted values.
 PRODUCT, ATTENTION, OPTIMIZER = "product", "attention", "optimizer"
-REPLICAS, MEMORY, SHADOW = "replicas", "memory", "shadow"
+REPLICAS, MEMORY, SHADOW, COLLECTIVES = "replicas", "memory", "shadow", "collectives"
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,14 @@ class GuardSettings:
     checkpoints are not trusted.
     products: how many products of a step each rank samples.
     exclude:  whether a job is queued again without the node that has computed corrupted values.
+    collectives: whether ranks compare digests of what they send and receive: of all messages, or of one in eight.
     """
 
     kind: Literal["off", "products", "shadow"] = "off"
     every: int = 100
     products: int = 4
     exclude: bool = False
+    collectives: Literal["off", "sampled", "all"] = "sampled"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.distributed.guard_faults import Planted
+from tests.distributed.guard_faults import InTransit, Planted
 from tests.distributed.layouts.rows import NEXT
 from tests.distributed.scenario import unequal
 from tests.distributed.small_models import RECOMPUTED, small
@@ -62,6 +62,34 @@ def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenar
     assert (recorded.step, recorded.trusted, recorded.suspects[0].rank) == (step, last, 0)
     tpi("train", "--resume", "run", status=0)
     assert unequal(list(read(tpi.folder / "run").steps), scenario(*SOUND).ledger()) == []
+
+
+MOVED = (
+    (f"{' '.join(DENSE)} tp=2", "_allgather_base", "all-gather over ranks 0, 1 in the forward pass of "),
+    (f"{' '.join(DENSE)} tp=2", "alltoall_base", "all-to-all over ranks 0, 1 in the "),
+    (f"{' '.join(DENSE)} dp=2", "alltoall_base", "all-to-all over ranks 0, 1: "),
+    (f"{' '.join(DENSE)} pp=2 model.num_layers=2", "recv", "send over ranks 0, 1: "),
+    (f"{ROUTED} ep=2 dp=2", "alltoall_base", "all-to-all over ranks 0, 1 in the forward pass of decoder.layers.0.mlp"),
+)
+
+
+@pytest.mark.parametrize(
+    "words, method, where, fault",
+    [
+        pytest.param(*row, fault, marks=() if row is MOVED[3] and fault == "flip" else pytest.mark.release)
+        for row in MOVED
+        for fault in ("flip", "swap", "zeros", "stale")
+    ],
+)
+def test_what_a_collective_changes_is_named(tpi, words, method, where, fault):
+    """Of the second step of three. Of two partial sums that change places the step's result is the same."""
+    planted = InTransit(method, fault)
+    more = ("iters=3", "guard=products")
+    message = guard_message(tpi, planted, *words.split(), *more, "guard.collectives=all")
+    assert message is not None
+    assert message.startswith(f"silent data corruption at step 2: {where}"), message
+    assert ": sent by 0, received otherwise by 1: digests differ\none of these is wrong:\nrank 0 on " in message
+    assert guard_message(tpi, planted, *words.split(), *more, "guard.collectives=off", run="control") is None
 
 
 @pytest.mark.release

@@ -487,11 +487,12 @@ WITHOUT_FSDP, typed: qwen3_toy numerics=stock
 GUARD, typed: qwen3_toy gbs=4 dp=2 guard=shadow
     guard: dp=1 | ledger.trace='1:1' | numerics=stock | numerics=gather
     overlap_grad_reduce: ddp.overlap_grad_reduce=true
-    changed: guard=off guard.every=5 | guard=off guard.exclude=true
+    changed: guard=off guard.every=5 | guard=off guard.exclude=true | guard=off guard.collectives=all
+    type: guard.collectives=some
     range: guard.every=0 | guard.products=0
     optimizer: optimizer.optimizer=sgd numerics=tree
     taken: guard=products dp=1 | guard=products ledger.trace='1:1' | guard=off | ddp.overlap_grad_reduce=true
-        numerics.data_shards=4 | guard.exclude=true | numerics=portable
+        numerics.data_shards=4 | guard.exclude=true | numerics=portable | guard.collectives=all
 GUARDED_EXPERTS, typed: qwen3_moe_toy gbs=4 guard=shadow dp=2
     experts_on_all_replicas: ep=2
     taken: tp=2 ep=2 | dp=4 ep=2

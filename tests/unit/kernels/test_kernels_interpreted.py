@@ -15,7 +15,8 @@ from tests.unit.kernels import interpreted
 
 # The interpreter takes seconds for each of these; SwiGLU stands for them in `make test`.
 LONG = {
-    *kernel_table.TWINS.keys() - {"tree_add", "row_sum", "row_add", "portable SwiGLU", "portable functions", "MXFP8"},
+    *kernel_table.TWINS.keys()
+    - {"tree_add", "row_sum", "row_add", "portable SwiGLU", "portable functions", "MXFP8", "message digests"},
     "parts_are_parts_of_the_whole",
     "the_gated_delta_rule_is_correct_shard_by_shard",
     "samples_of_a_gated_delta_net_are_computed_as_if_alone",

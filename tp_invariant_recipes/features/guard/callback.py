@@ -3,9 +3,10 @@
 value.
 
     when                                  what
-    a step begins                         which of its GEMMs are sampled
+    a step begins                         which of its GEMMs are sampled; messages are digested until it ends
     its passes, of a recomputation on another replica          shadow.py
-    before the optimizer's step           the judge begins with what the last step left; samples are copied for it;
+    before the optimizer's step           what the last step's messages were is compared (collectives.py);
+                                          the judge begins with what the last step left; samples are copied for it;
                                           weights of all replicas, and memory between the two steps, are compared
     after it                              elements of it are computed again; what lies in memory now is digested
     a checkpoint, the end of training     all that is undecided is waited for, on all ranks
@@ -23,6 +24,7 @@ from megatron.core import parallel_state
 
 from tp_invariant_recipes.check.recording import SHADOW, rank_distance
 from tp_invariant_recipes.errors import HardwareFault
+from tp_invariant_recipes.features.guard.collectives import SHARES, CollectiveNet
 from tp_invariant_recipes.features.guard.judge import Judge, Reporter, SampledGemms, SilentDataCorruption, described
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
 from tp_invariant_recipes.features.guard.optimizer import Adam
@@ -69,10 +71,13 @@ class Guard(AroundOptimizerStep):
         self._in_doubt = False
         self._gathers_later = bool(config.section("ddp").get("overlap_param_gather"))
         self._captures = cuda_graphs.requested(config.model)
+        share = SHARES.get(self.settings.collectives) if config.layout.world > 1 else None
+        self._net = CollectiveNet(share, rank) if share else None
 
     def replacements(self) -> tuple[Replacement, ...]:
-        """Return what recomputations on another replica replace, for the time of training."""
-        return (replacement(self._due),) if self._shadows else ()
+        """Return what the nets replace, for the time of training."""
+        passes = (replacement(self._due),) if self._shadows else ()
+        return (*passes, *(self._net.replacements() if self._net else ()))
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn what this rank holds, and who the others are."""
@@ -93,6 +98,8 @@ class Guard(AroundOptimizerStep):
             distance, data_shards = rank_distance(self.config), self.config.numerics.data_shards or 1
             site = site_of(context)
             self._shadow = Shadow(distance, data_shards, names, context.state, site, self._judge_pairs)
+        if self._net is not None:
+            self._net.start(context.model, next(context.model[0].parameters()).device)
         sampling.use(self._sampler)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
@@ -100,9 +107,13 @@ class Guard(AroundOptimizerStep):
         self._raise_finding()
         self._step = context.state.train_state.step + 1
         self._products.restart(self._step)
+        if self._net is not None:
+            self._net.step_begins(self._step)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """While a graph is captured no thread may wait for the GPU."""
+        if self._net is not None:
+            self._net.step_ends()
         soon = self._step - self._start <= (context.state.cfg.model.cuda_graph_warmup_steps or 0) + 1
         if self._captures and soon and self._judge is not None:
             self._judge.wait()
@@ -110,6 +121,7 @@ class Guard(AroundOptimizerStep):
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
         """Raise HardwareFault."""
+        self._compare_messages()
         if self._judge is not None:
             self._judge.begin()
         self._products.hand_over(self._step)
@@ -141,10 +153,12 @@ class Guard(AroundOptimizerStep):
         """Sample no more."""
         sampling.use(None)
         self._sampler.samples, self._sampler.fixed = [], []
+        if self._net is not None:
+            self._net.close()
         if self._judge is not None:
             print(
                 f"guard: {self._judge.decided} checks, {len(self._judge.findings)} of them detected silent "
-                "data corruption"
+                f"data corruption; digests of {self._net.messages if self._net else 0} messages"
             )
             self._judge.close()
             self._judge = None
@@ -164,7 +178,12 @@ class Guard(AroundOptimizerStep):
         """Return whether a step is a recomputation on another replica, before which all memory is looked at."""
         return self._shadows and step % self.settings.every == 0
 
+    def _compare_messages(self) -> None:
+        if self._net is not None and (finding := self._net.compared()) is not None:
+            self._end_all_ranks(finding if self.rank == 0 else None)
+
     def _settle(self) -> None:
+        self._compare_messages()
         gather_weights(self._model)
         self._memory.look()
         if self._step > self._start:

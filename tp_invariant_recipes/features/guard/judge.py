@@ -127,7 +127,7 @@ class Judge:
 
     def submit(self, case: Case, stream: Any = None) -> None:
         """Have a case decided after the next `begin`. stream: whose work it may read; None: the current one."""
-        self._of_step.append((case, _launched(stream)))
+        self._of_step.append((case, launched(stream)))
 
     def begin(self) -> None:
         """Have all cases decided that were submitted."""
@@ -161,7 +161,7 @@ class Judge:
                 self.findings.append(finding)
 
 
-def _launched(stream: Any) -> Any:
+def launched(stream: Any = None) -> Any:
     """Return an event after what the stream was given; None: no GPU is in use."""
     if not torch.cuda.is_initialized():
         return None
@@ -246,12 +246,13 @@ class SampledGemms:
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            moved = [sample.mapped(_pinned) for sample in samples]
+            moved = [sample.mapped(pinned) for sample in samples]
             self._copied = self._stream.record_event()
         return moved
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def pinned(tensor: Tensor) -> Tensor:
+    """Return a copy in pinned memory, which is complete once the current stream is."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     return host

@@ -20,7 +20,7 @@ step minutes.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -117,7 +117,10 @@ class Peers:
     def begin_sum(self, shape: Sequence[int]) -> "PeerSum | None":
         """Return a sum of nodes [tokens, …]; None: NCCL is to make it."""
         views = None if shape[0] % self.size else self.sums.begin(math.prod(shape), torch.float32)
-        return None if views is None else PeerSum(self, [view.view(self.size, -1) for view in views], tuple(shape))
+        if views is None:
+            return None
+        transfer = self.transfer("reduce-scatter over symmetric memory")
+        return PeerSum(self, [view.view(self.size, -1) for view in views], tuple(shape), transfer)
 
     def start_gather(self, slices: Tensor) -> "PeerGather | None":
         """Start concatenating slices, as numerics/sums/tree.py's `start_all_gather`. None: NCCL is to do it."""
@@ -129,7 +132,14 @@ class Peers:
         whole = slices.new_empty(self.size * slices.shape[0], *slices.shape[1:])
         for peer in self.order():
             self.copy(whole.view(self.size, -1)[peer], views[peer])
-        return PeerGather(self, whole, self.copied())
+        copied, transfer = self.copied(), self.transfer("all-gather over symmetric memory")
+        if transfer is not None:
+            transfer.sent(slices[None])
+        return PeerGather(self, whole, copied, transfer)
+
+    def transfer(self, operation: str) -> Any:
+        """Return what digests the messages of a collective (features/guard/collectives.py); None: nothing does."""
+        return listener[0](operation, self.group) if listener else None
 
     def order(self) -> Iterator[int]:
         """Yield all ranks, this one last; every rank begins with another one."""
@@ -162,6 +172,7 @@ class PeerSum:
     peers: Peers
     inboxes: list[Tensor]
     shape: tuple[int, ...]
+    transfer: Any = None
     parts: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, peer: int) -> slice:
@@ -174,13 +185,19 @@ class PeerSum:
         self.parts[peer] = part.reshape(-1)
         if peer != self.peers.rank:
             self.peers.copy(self.inboxes[peer][self.peers.rank], self.parts[peer])
+            if self.transfer is not None:
+                self.transfer.sent(self.parts[peer][None], peer)
 
     def finished(self, dtype: torch.dtype) -> Tensor:
         """[tokens/t, …] of `dtype`."""
         peers = self.peers
         peers.wait(peers.copied())
         peers.sums.complete()
-        inbox = [*self.inboxes[peers.rank]]
+        rows, own = self.inboxes[peers.rank], peers.rank
+        if self.transfer is not None:
+            self.transfer.received(rows[:own], 0)
+            self.transfer.received(rows[own + 1 :], own + 1)
+        inbox = [*rows]
         inbox[peers.rank] = self.parts[peers.rank]
         out = torch.empty(self.shape[0] // peers.size, *self.shape[1:], dtype=dtype, device=peers.device)
         peer_add(inbox, out.view(-1))
@@ -195,15 +212,19 @@ class PeerGather:
     peers: Peers
     whole: Tensor
     copied: Any
+    transfer: Any = None
 
     def wait(self) -> None:
         """Have the stream wait for it."""
         self.peers.wait(self.copied)
+        if self.transfer is not None:
+            self.transfer.received(self.whole.view(self.peers.size, -1), 0)
         self.peers.gathers.busy = False
 
 
 _peers: dict[Any, Peers | None] = {}  # by process group
 _choice: list[str] = ["never"]  # of this process, until a run chooses
+listener: list[Callable[[str, Any], Any]] = []  # one at most: of an operation and a group what digests its messages
 
 
 def peers_of(mesh: VirtualMesh, operand: Tensor, size: int) -> Peers | None:
