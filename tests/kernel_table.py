@@ -52,6 +52,7 @@ from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import attention as ieee_attention
 from tp_invariant_recipes.portable.ieee import cached_attention
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import delta_rule as ieee_delta
 from tp_invariant_recipes.portable.ieee import draw as ieee_draw
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
@@ -160,6 +161,27 @@ def _routers(large: bool) -> Calls:
         yield ieee_router.route_tokens_backward, dp, ds, logits, ieee_router.route_tokens(logits, topk)[2]
 
 
+def _walked(spans: Tensor, states: Tensor, *numbers: Tensor) -> tuple[Tensor, Tensor]:
+    states = states.clone()
+    return ieee_delta.delta_rule(ieee_delta.Numbers(*numbers), spans, 1, states), states
+
+
+def _delta_rule(large: bool) -> Calls:
+    """Sequences of several lengths from states of their own; one begins, and one has no row."""
+    rows, heads, key, value = (200, 16, 128, 128) if large else (5, 2, 12, 9)
+    numbers = [sample("normal", rows, heads, width, seed=n) * 0.1 for n, width in enumerate((key, key, value))]
+    numbers += [sample("normal", rows, heads, seed=n).sigmoid() for n in (3, 4)]
+    spans = torch.tensor([(0, rows - 3, 2, 1), (0, 0, 0, 0), (rows - 3, 3, 1, 0)], dtype=torch.int32)
+    yield _walked, spans, sample("normal", 3, heads, value, key), *numbers
+
+
+def _sigmoid_routers(large: bool) -> Calls:
+    """On a GPU alone: torch's operations."""
+    for dtype in (BF16, FP32) if large else ():
+        logits, bias = sample("normal", 300, 256, dtype=dtype), sample("normal", 256, seed=1)
+        yield ieee_router.route_by_sigmoid, logits, 8, bias, (8, 4), 2.5
+
+
 def _functions(large: bool) -> Calls:
     numbers = [any_bits(100_000, seed) for seed in range(4)] if large else [definition.samples().copy()]
     yield from ((ieee_samples.values, torch.from_numpy(values)) for values in numbers)
@@ -220,7 +242,8 @@ TWINS: dict[str, Callable[[bool], Calls]] = {
     "tree_add": _tree_add, "row_sum": _row_sum, "row_add": _row_add, "portable norms": _norms,
     "portable SwiGLU": _swiglu, "portable rotary": _rotary, "portable cross entropy": _cross_entropy,
     "portable Adam": _adam, "portable routers": _routers, "portable functions": _functions, "portable draws": _draws,
-    "MXFP8": _mxfp8, "message digests": _message_digests,
+    "MXFP8": _mxfp8, "message digests": _message_digests, "portable delta rule": _delta_rule,
+    "portable sigmoid routers": _sigmoid_routers,
 }  # fmt: skip
 
 

@@ -187,6 +187,11 @@ def mlp_forward(self: Any, hidden_states: Tensor, per_token_scale: Tensor | None
     return self.linear_fc2(_SwiGLU.apply(gate_and_up))
 
 
+def gated(x: Tensor, z: Tensor) -> Tensor:
+    """silu(z) x in fp32, rounded once. Both […, f] of one shape and dtype."""
+    return _SwiGLU.apply(torch.cat([z, x], -1))
+
+
 class _SwiGLU(LayerFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

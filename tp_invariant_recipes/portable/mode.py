@@ -19,6 +19,7 @@ LAYERS = {
     "TopKRouter": "portable.layers:PortableTopKRouter",
     "SequentialMLP": "portable.layers:PortableSequentialMLP",
     "MLADotProductAttention": "portable.layers:PortableMLADotProductAttention",
+    "GatedDeltaNet": "portable.delta_net:PortableGatedDeltaNet",
 }
 _STATED = "a library's function is not bitwise identical on another machine"
 REPLACEMENTS = (
@@ -45,7 +46,7 @@ class Portable(Tree):
 
     name: str = "portable"
     covers: frozenset[str] = frozenset(
-        {mode.EXPERTS, mode.LATENT, mode.GATES, mode.CENTRED, mode.CONTEXT_SHARDS, mode.FP8, mode.GUARD}
+        {mode.EXPERTS, mode.LATENT, mode.DELTA_NET, mode.GATES, mode.CENTRED, mode.CONTEXT_SHARDS, mode.FP8, mode.GUARD}
     )
     graphs: frozenset[str] = frozenset({"full"})
     any_machine: bool = True

@@ -323,6 +323,8 @@ _MUON = {
 
 PORTABLE = f"{SHORTEST} numerics=portable"
 PORTABLE_SMALL = "qwen3_toy numerics=portable seq=32 gbs=2 iters=2"
+PORTABLE_NEXT = f"{NEXT} {NEXT_ALONE} numerics=portable gbs=1 iters=2"
+PORTABLE_LATENT = f"{small('moonlight_toy')} numerics=portable iters=2"
 PORTABLE_EXPERTS = f"{_MOE} numerics=portable iters=2"
 _PORTABLE = {
     PORTABLE_SMALL: ("tp=1", "tp=4 sp=false", "tp=1 pp=2"),
@@ -330,7 +332,8 @@ _PORTABLE = {
         "dp=1", f"dp=4 {GATHER}", "dp=2", f"tp=2 dp=2 {DISTRIBUTED} {BUCKETS}", "mbs=2",
     ),
     PORTABLE_EXPERTS: ("tp=1", "tp=2 ep=2", "tp=1 pp=2", "tp=4"),
-    f"{small('moonlight_toy')} numerics=portable iters=2": ("tp=1", "tp=2 ep=2", "tp=2 pp=2"),
+    PORTABLE_NEXT: ("tp=1", "tp=2 ep=2", "tp=2 pp=2"),
+    PORTABLE_LATENT: ("tp=1", "tp=2 ep=2", "tp=2 pp=2"),
     **{f"{name}_toy numerics=portable seq=32 gbs=1 iters=1": ("tp=1", "tp=2") for name in ("llama32", "qwen25")},
 }  # fmt: skip
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.faults import fewer_kept_bits
-from tests.distributed.layouts.rows import PORTABLE, PORTABLE_EXPERTS, PORTABLE_SMALL
+from tests.distributed.layouts.rows import (
+    PORTABLE,
+    PORTABLE_EXPERTS,
+    PORTABLE_LATENT,
+    PORTABLE_NEXT,
+    PORTABLE_SMALL,
+)
 from tests.distributed.small_models import SHORTEST
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
@@ -78,7 +84,7 @@ STATED = {
     "zero_", "zeros", "zeros_like", "_foreach_add_", "add", "add_", "div", "div_", "mul", "mul_", "neg", "rsub",
     "sub", "sub_", "_local_scalar_dense", "abs", "all", "amax", "aminmax", "any", "bitwise_and", "clamp", "clamp_",
     "clamp_min", "eq", "equal", "frexp", "ge", "gt", "is_same_size", "isfinite", "isinf", "isnan", "item", "le",
-    "lt", "max", "maximum", "ne", "scalar_tensor", "where",
+    "lt", "max", "maximum", "ne", "scalar_tensor", "sign", "sort", "where",
 }  # fmt: skip
 # Others, and the files that call them: nobody reads the result, or it is exact there.
 ELSEWHERE = {
@@ -93,6 +99,13 @@ ELSEWHERE = {
     ("reciprocal", "megatron/core/models/common/embeddings/rotary_pos_embedding.py"): "the same",
     ("allreduce_", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
     ("normal_", "megatron/core/transformer/moe/router.py"): "weights that megatron/init.py replaces",
+    ("allreduce_", "megatron/core/transformer/moe/moe_utils.py"): "experts' tokens, which are whole numbers",
+    ("sum", "megatron/core/transformer/moe/moe_utils.py"): "the same",
+    ("uniform_", "megatron/core/ssm/gated_delta_net/common.py"): "weights that megatron/init.py replaces",
+    **{
+        (operation, "megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py"): "only the shape counts"
+        for operation in ("cos", "pow", "reciprocal", "sin")
+    },
     ("sum", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
     ("sum", "tp_invariant_recipes/numerics/megatron/router.py"): "the balancing loss's value, which is logged only",
     ("sum", "megatron/bridge/training/losses.py"): "of loss masks, which are whole numbers",
@@ -154,7 +167,11 @@ def _not_stated(scenario, *words: str) -> list[str]:
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("model", (PORTABLE_SMALL, PORTABLE_EXPERTS), ids=("dense", "experts"))
+@pytest.mark.parametrize(
+    "model",
+    (PORTABLE_SMALL, PORTABLE_EXPERTS, PORTABLE_LATENT, PORTABLE_NEXT),
+    ids=("dense", "experts", "latent", "delta"),
+)
 def test_a_run_has_stated_operations_only(scenario, model):
     assert _not_stated(scenario, model) == []
 

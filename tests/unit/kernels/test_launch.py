@@ -36,6 +36,7 @@ from tp_invariant_recipes.portable.ieee import attention as ieee_attention
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
 from tp_invariant_recipes.portable.ieee import cached_attention, draw
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import delta_rule as ieee_delta
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
@@ -171,6 +172,8 @@ def launches(rows):
     ieee_attention.attention_backward(q, q, key, key, attended, 0.1)
     ieee_adam.adam_step(*[[fp32(rows, HIDDEN)]] * 4, ieee_adam.adam_numbers(1, 1e-3, (0.9, 0.95), 1e-8, 0.1))
     ieee_samples.values(of_rows)
+    walked = fp32(rows, 4, 128), fp32(rows, 4, 128), fp32(rows, 4, 128), fp32(rows, 4), fp32(rows, 4)
+    ieee_delta.delta_rule(ieee_delta.Numbers(*walked), fake(rows, 4, dtype=torch.int32), 1, fp32(9, 4, 128, 128))
     of_tables = cached_attention.Spans(fake(rows, 2 + 16, dtype=torch.int32), index, 64, 1)
     cached_attention.cached_triton(q[:, 0], key[:, 0], key[:, 0], q[:, 0], of_tables, 0.1)
     cached_attention.store_triton(key[:, 0], key[:, 0], key[:, 0], key[:, 0], index)

@@ -13,6 +13,7 @@ from tests.unit.kernels.compiled import ptx
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import delta_rule as ieee_delta
 from tp_invariant_recipes.portable.ieee import draw as ieee_draw
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
@@ -92,6 +93,11 @@ KERNELS = {
         HEADS | {"BLOCK": ieee_attention_triton.BLOCK},
     ),
     ieee_samples.SAMPLES: ({"x": "*fp32", "out": "*fp32", "size": "i32"}, {"KIND": 4, "BLOCK": 128}),
+    ieee_delta.DELTA: (
+        dict.fromkeys(("q", "k", "v", "decay", "strength", "states", "out"), "*fp32")
+        | {"spans": "*i32", "step": "i32"},
+        {"HEADS": 4, "KEY": 128, "COLUMNS": 128, "VALUE": 128, "ROWS": ieee_delta.ROWS},
+    ),
     ieee_draw.WEIGHTS: (
         dict.fromkeys(("scores", "highest", "temperature", "out"), "*fp32") | {"size": "i32"},
         {"BLOCK": 4096},

@@ -9,6 +9,7 @@ from tp_invariant_recipes.check.invariant.model import is_mla
 from tp_invariant_recipes.check.rule import Rule, Test, cuts_sequences, has, limit_of, name_of, uncaptured
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.cuda_graphs import FULL, IMPLEMENTATIONS, NOT_INVARIANT, TE
+from tp_invariant_recipes.settings.delta_net import has_it
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # The limits of numerics=portable: what is not specified to the last bit, beyond what no invariant mode covers.
@@ -22,7 +23,7 @@ def _is_portable(config: RunConfig) -> bool:
 
 
 _portable_row = partial(limit_of, _is_portable)
-_own = partial(limit_of, lambda t: _is_portable(t) and is_mla(t))
+_own = partial(limit_of, lambda t: _is_portable(t) and (is_mla(t) or has_it(t.model)))
 _experts = partial(limit_of, lambda t: _is_portable(t) and t.shape.experts)
 
 # Fields of experts that name another operation than those stated: of any router, and of one with softmax scores.
@@ -41,7 +42,7 @@ def _scores(config: RunConfig) -> str:
 def _by_yarn(config: RunConfig) -> bool:
     """Whether latent attention scales its angles; both defaults are Megatron-Core's."""
     model = config.model
-    return model.get("rope_type", "yarn") == "yarn" and model.get("rotary_scaling_factor", 40) != 1
+    return is_mla(config) and model.get("rope_type", "yarn") == "yarn" and model.get("rotary_scaling_factor", 40) != 1
 
 
 EXPERTS = (
@@ -66,8 +67,9 @@ PORTABLE_LIMITS = (
     _portable_row(lambda t: t.shape.hybrid, "Mamba layers have no portable version", "numerics=tree"),
     *EXPERTS,
     _own(_by_yarn, "YaRN of multi-latent attention has no portable version", "model.rotary_scaling_factor=1.0"),
-    _own(low_precision.enabled, "multi-latent attention has no portable version in FP8", "precision=bf16"),
-    _own(*uncaptured("portable multi-latent attention has")),
+    _own(low_precision.enabled, "multi-latent attention and gated delta nets have no portable version in FP8",
+        "precision=bf16"),
+    _own(*uncaptured("portable multi-latent attention and gated delta nets have")),
     _portable_row(lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
         "attention sinks have no portable version", "model.softmax_type=vanilla"),
     *(

@@ -227,9 +227,18 @@ def _composed(model: str, overrides: Sequence[Override], numerics: str) -> Compo
     # MTP and load balancing are parts of a training's loss.
     device = plan.detect_device()
     requested = latest(parse_all([*overrides, *off]))
-    first = compose(model, requested, device=device, numerics=numerics)
-    ahead = [name for name in ("mtp_num_layers", "mtp_hybrid_override_pattern") if first.config.model.get(name)]
-    more = [f"model.{name}=null" for name in ahead]
+    more: list[str] = []
+
+    def ahead(config: RunConfig) -> list[str]:
+        fields = ("mtp_num_layers", "mtp_hybrid_override_pattern")
+        more.extend(f"model.{name}=null" for name in fields if config.model.get(name))
+        return []
+
+    try:
+        first = compose(model, requested, device=device, numerics=numerics, also=ahead)
+    except ConfigError:
+        if not more:  # else a mode may not cover MTP
+            raise
     return compose(model, [*requested, *more], device=device, numerics=numerics) if more else first
 
 

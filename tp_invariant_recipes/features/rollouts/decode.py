@@ -21,13 +21,15 @@ from torch import Tensor
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.features.inference.rank import LEAST, padded
 from tp_invariant_recipes.features.rollouts.schedule import SCRATCH, Span
+from tp_invariant_recipes.kernels.causal_conv import TAPS
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.gemm import sampling
 from tp_invariant_recipes.numerics.layers import cross_entropy
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import all_gather
-from tp_invariant_recipes.portable.cached_pass import CachedPass, cached
+from tp_invariant_recipes.portable.cached_pass import CachedPass, Recurrent, cached
+from tp_invariant_recipes.portable.delta_net import PortableGatedDeltaNet
 from tp_invariant_recipes.portable.ieee.cached_attention import Spans, rows_of_tile
 from tp_invariant_recipes.portable.ieee.draw import draw
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -45,28 +47,33 @@ Drawn = tuple[int, float, int, int]  # token, log-probability (fp32), rank, dige
 class Inputs(NamedTuple):
     """What a pass reads.
 
-    rows:    [R, 3] int64: token, position, slot. tables: as of `Spans`.
+    rows:    [R, 5] int64: token, position, slot, state, number in the span. tables: as of `Spans`.
+    states:  [spans, 4] int32: as of `delta_rule`.
     draws:   [D, 4] int64: the row that predicts, and the draw's keys.
     numbers: [D, 4] fp64: as of `draw`.
     """
 
     rows: Any
     tables: Any
+    states: Any
     draws: Any
     numbers: Any
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The keys and values of all layers, [layers, slots, groups/t, d] bf16, in blocks of `size` tokens.
+    """The keys and values of all layers of attention, [layers, slots, groups/t, d] bf16, in blocks of `size` tokens.
 
     longest: positions of the longest sequence that it is for. blocks: of a table.
+    states, tails: of gated delta nets, as of `Recurrent`: the first for rows that only fill up.
     """
 
     keys: Tensor
     values: Tensor
     size: int
     longest: int
+    states: Tensor
+    tails: Tensor
 
     @property
     def blocks(self) -> int:
@@ -120,6 +127,8 @@ class CachedPasses:
         experts = config.num_moe_experts
         whole = VECTORS // math.gcd(experts, VECTORS) if experts and self.device.type == "cpu" else 1
         self.multiple = config.virtual_shards * whole
+        kinds = [isinstance(net, PortableGatedDeltaNet) for net in _mixers(model)]
+        self.places = [kinds[:n].count(kind) for n, kind in enumerate(kinds)]
         self.heads = config.num_attention_heads // config.num_query_groups
         # No CUDA graph captures Gloo; an exchange of experts' tokens has been captured in training only.
         groups = model.pg_collection
@@ -170,20 +179,26 @@ class CachedPasses:
         total, size = self._sized(sum(span.count for span in spans)), self.cache.size
         single = all(span.count == 1 for span in spans)
         tile = rows_of_tile(self.heads, 1 if single else 2) if self.device.type == "cuda" else total
-        rows = np.zeros((total, 3), np.int64)
+        rows = np.zeros((total, 5), np.int64)
+        states = np.zeros((total if single else len(spans), 4), np.int32)
         rows[:, 2] = SCRATCH * size
         first = 0
         tables: list[tuple[int, int, list[int]]] = []
         draws: list[tuple[int, int, int, int]] = []
         numbers: list[tuple[float, float, float, float]] = []
-        for sequence, count in ((span.sequence, span.count) for span in spans):
-            start, blocks = sequence.computed, sequence.blocks
+        for number, (sequence, count) in enumerate((span.sequence, span.count) for span in spans):
+            start, blocks, state = sequence.computed, sequence.blocks, sequence.state
+            states[number] = first, count, state, start == 0
             if count == 1:
-                rows[first] = *sequence.tokens(start, start + 1), start, blocks[start // size] * size + start % size
+                slot = blocks[start // size] * size + start % size
+                rows[first] = *sequence.tokens(start, start + 1), start, slot, state, 0
             else:
                 positions = np.arange(start, start + count)
                 slots = np.array(blocks)[positions // size] * size + positions % size
-                rows[first : first + count] = np.stack((sequence.tokens(start, start + count), positions, slots), 1)
+                tokens = sequence.tokens(start, start + count)
+                rows[first : first + count] = np.stack(
+                    (tokens, positions, slots, np.full(count, state), positions - start), 1
+                )
             tables += [(first + n, min(tile, count - n), blocks) for n in range(0, count, tile)]
             first += count
             if start + count == len(sequence):
@@ -197,13 +212,15 @@ class CachedPasses:
         draws += [(0, 0, 0, 0)] * filler
         numbers += [(0, 1, 0, 1)] * filler
         columns = np.array(draws, np.int64), np.array(numbers, np.float64)
-        return Inputs(rows, table, *(column.reshape(-1, 4) for column in columns))
+        return Inputs(rows, table, states, *(column.reshape(-1, 4) for column in columns))
 
     def _computed(self, inputs: Inputs, longest: int, limited: bool) -> Tensor:
         """[D, 4], as of `TokenHead`."""
         rows, cache = inputs.rows, self.cache
         spans = Spans(inputs.tables, rows[:, 1].contiguous(), cache.size, longest)
-        now = CachedPass(spans, rows[:, 2].contiguous(), cache.keys, cache.values, cache.longest)
+        recurrent = Recurrent(inputs.states, rows[:, 3:], cache.states, cache.tails) if len(cache.states) else None
+        slots = rows[:, 2].contiguous()
+        now = CachedPass(spans, slots, cache.keys, cache.values, cache.longest, self.places, recurrent)
         with cached(now):
             ids, positions = rows[:, 0].unsqueeze(0), rows[:, 1].unsqueeze(0)
             hidden = self.model(input_ids=ids, position_ids=positions, attention_mask=None)
@@ -237,22 +254,38 @@ def drawn(out: Tensor, count: int) -> list[Drawn]:
     return list(zip(*(column.tolist() for column in (tokens, log_probabilities, ranks, digests)), strict=True))
 
 
-def new_cache(model: Any, count: int, size: int, longest: int, device: Any) -> Cache:
-    """Return a cache of blocks 0 … count. longest: positions of the longest sequence."""
-    layers, heads, width = shape_of(model)
+def new_cache(model: Any, count: int, size: int, longest: int, sequences: int, device: Any) -> Cache:
+    """Return a cache of blocks 0 … count. longest: positions of the longest sequence. sequences: that run at once."""
+    of_keys, *of_nets = shapes_of(model)
+    layers, *each = of_keys
     keys, values = (
-        torch.zeros(layers, (count + 1) * size, heads, width, dtype=torch.bfloat16, device=device) for _ in range(2)
+        torch.zeros(layers, (count + 1) * size, *each, dtype=torch.bfloat16, device=device) for _ in range(2)
     )
-    return Cache(keys, values, size, longest)
+    states, tails = (
+        torch.zeros(nets, (sequences + 1) if nets else 0, *sizes, dtype=dtype, device=device)
+        for (nets, *sizes), dtype in zip(of_nets, (torch.float32, torch.bfloat16), strict=True)
+    )
+    return Cache(keys, values, size, longest, states, tails)
 
 
-def shape_of(model: Any) -> tuple[int, int, int]:
-    """Layers, and this rank's query groups and their width."""
-    config = model.config
+def _mixers(model: Any) -> list[Any]:
+    return [getattr(layer, "self_attention", layer) for layer in model.decoder.layers]
+
+
+def shapes_of(model: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of this rank's caches: keys of a token [layers, groups, d]; of a sequence states [nets, heads, value, key]
+    and tails [nets, TAPS - 1, c].
+    """
+    config, mixers = model.config, _mixers(model)
+    nets = [net for net in mixers if isinstance(net, PortableGatedDeltaNet)]
     width = config.kv_channels
     if config.multi_latent_attention:  # values are filled up to the width of keys
         width = config.qk_head_dim + config.qk_pos_emb_head_dim
-    return config.num_layers, max(1, config.num_query_groups // model.pg_collection.tp.size()), width
+    keys = len(mixers) - len(nets), max(1, config.num_query_groups // model.pg_collection.tp.size()), width
+    if not nets:
+        return keys, (0,), (0,)
+    heads, value, key = nets[0].num_v_heads_local_tp, nets[0].value_head_dim, nets[0].key_head_dim
+    return keys, (len(nets), heads, value, key), (len(nets), TAPS - 1, nets[0].conv_dim_local_tp)
 
 
 def any_rank(mine: bool, group: Any, device: Any) -> bool:

@@ -6,6 +6,7 @@ layout, the batch, the order of requests, chunks, blocks, preemption or the mach
 that `tpi score` and a training's forward pass compute.
 """
 
+import math
 import sys
 from collections import abc
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +22,13 @@ from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.features.inference.rank import loaded_for_inference
 from tp_invariant_recipes.features.rollouts import prompts
-from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, drawn, new_cache, shape_of
+from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, drawn, new_cache, shapes_of
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
 from tp_invariant_recipes.features.rollouts.schedule import BLOCK, Blocks, SampleState, Schedule
 from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.observe.union import gathered
+from tp_invariant_recipes.portable.delta_net import PortableGatedDeltaNet
 from tp_invariant_recipes.portable.ieee.draw import request_key
 from tp_invariant_recipes.portable.ieee.math import power_of_two
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
@@ -36,6 +38,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
+CACHED = PortableDotProductAttention, PortableGatedDeltaNet
 SHARE = 0.8  # of the free memory, for the cache at most
 
 
@@ -134,7 +137,7 @@ class Engine:
     def opened(self) -> Schedule:
         """Return an empty schedule over the whole cache, for `serve`."""
         self._cache(self._room(), 1)
-        return Schedule([], Blocks(self._blocks, self.block), self.sequences, self.chunk)
+        return self._schedule([])
 
     def serve(self, plan: Schedule, between: Callable[[list[Completion], bool], bool]) -> None:
         """Decode the sequences that join a schedule of `opened`, until `between` returns False.
@@ -168,7 +171,7 @@ class Engine:
         finished: Callable[[Completion], None] | None,
     ) -> list[Completion]:
         # Prefixes are of these weights: the next call shares none of this one's.
-        plan = Schedule(sequences, Blocks(self._blocks, self.block), self.sequences, self.chunk)
+        plan = self._schedule(sequences)
         completions: list[Completion] = []
         pending: list[tuple[list[SampleState], torch.Tensor]] = []  # draws of passes over prompts, which do not wait
         group, count = self.coupled, 0
@@ -192,6 +195,10 @@ class Engine:
                     plan.computed(span)
         self.preemptions = plan.preemptions
         return completions
+
+    def _schedule(self, sequences: list[SampleState]) -> Schedule:
+        blocks, recurrent = Blocks(self._blocks, self.block), shapes_of(self.model)[1][0] > 0
+        return Schedule(sequences, blocks, self.sequences, self.chunk, shares=not recurrent)
 
     def _ended(self, plan: Schedule, pending: list[tuple[list[SampleState], torch.Tensor]]) -> list[Completion]:
         """Add the tokens that passes have drawn. returns: the completions that end with them."""
@@ -225,15 +232,17 @@ class Engine:
         """Blocks that the cache may have: one number for all ranks, whose schedules are one."""
         if self.tokens is not None:
             return self.tokens // self.block
-        layers, heads, width = shape_of(self.model)
-        room = int(SHARE * self._free()) // (4 * layers * heads * width * self.block)
+        keys, states, _ = map(math.prod, shapes_of(self.model))
+        room = max(0, int(SHARE * self._free()) - 4 * states * (self.sequences + 1)) // (4 * keys * self.block)
         smallest = torch.tensor([room], device=self.device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest.item())
 
     def _free(self) -> int:
         """Bytes of memory that this rank may take, those of a cache that it has included."""
-        held = 2 * self._passes.cache.keys.nbytes if self._passes is not None else 0
+        held = 0
+        if self._passes is not None:
+            held = 2 * self._passes.cache.keys.nbytes + self._passes.cache.states.nbytes
         if self.device.type != "cuda":
             return held + (processor.available() or sys.maxsize) // dist.get_world_size()
         reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -256,7 +265,7 @@ class Engine:
         self._passes = None  # its memory comes first
         if held is None or self._blocks < count:
             held, self._blocks = None, count
-            cache = new_cache(self.model, count, self.block, longest, self.device)
+            cache = new_cache(self.model, count, self.block, longest, self.sequences, self.device)
         else:
             cache = replace(held.cache, longest=longest)
         self._passes = CachedPasses(self.model, cache, graphs=self.graphs, digests=self.digests)
@@ -284,7 +293,7 @@ def _rolled(chunks: list[Any]) -> Rolled:
     numerics = getattr(config, "invariant_mode", None) or mode.STOCK
     layers = [getattr(layer, "self_attention", layer) for layer in chunks[0].decoder.layers]
     parts = [getattr(layer, "core_attention", layer) for layer in layers]
-    kinds = sorted({type(part).__name__ for part in parts if not isinstance(part, PortableDotProductAttention)})
+    kinds = sorted({type(part).__name__ for part in parts if not isinstance(part, CACHED)})
     ahead = getattr(chunks[0], "mtp_process", False)
     return Rolled(numerics, pp, bool(config.fp8), ahead, lambda name: getattr(config, name, None), tuple(kinds))
 

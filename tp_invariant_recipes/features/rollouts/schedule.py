@@ -98,6 +98,7 @@ class SampleState:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)  # of the prefixes of its whole blocks, as of admission
+    state: int = 0  # while it runs, where its recurrent state is; 0: nobody's
 
     def __len__(self) -> int:
         return len(self.request.tokens) + len(self.drawn)
@@ -135,9 +136,15 @@ class Span:
 
 
 class Schedule:
-    """The sequences that wait and that run. most: that run side by side. chunk: tokens of a pass over prompts."""
+    """The sequences that wait and that run. most: that run side by side. chunk: tokens of a pass over prompts.
 
-    def __init__(self, sequences: Iterable[SampleState], blocks: Blocks, most: int, chunk: int) -> None:
+    shares: whether a block is all that later tokens read of a prefix; no sequence has another one's recurrent state.
+    """
+
+    def __init__(
+        self, sequences: Iterable[SampleState], blocks: Blocks, most: int, chunk: int, *, shares: bool = True
+    ) -> None:
+        self.shares, self._states = shares, list(range(most, 0, -1))
         self.waiting, self.running = deque(sequences), list[SampleState]()
         self.blocks, self.most, self.chunk = blocks, most, chunk
         self.preemptions = 0
@@ -162,7 +169,8 @@ class Schedule:
         later: list[SampleState] = []
         while self.waiting and len(self.running) < self.most:
             sequence = self.waiting.popleft()
-            names = prefixes(sequence.tokens(0, len(sequence) - 1), self.blocks.size)  # the last token predicts
+            prefix = sequence.tokens(0, len(sequence) - 1) if self.shares else ()  # the last token predicts
+            names = prefixes(prefix, self.blocks.size)
             shared = self.blocks.shared(names)
             if computing.intersection(names[len(shared) :]):
                 later.append(sequence)
@@ -174,6 +182,7 @@ class Schedule:
             self.blocks.use(shared)
             sequence.blocks, sequence.names = [*shared, *self.blocks.take(lacking)], names
             sequence.computed = len(shared) * self.blocks.size
+            sequence.state = self._states.pop()
             computing.update(names[len(shared) :])
             self.running.append(sequence)
         self.waiting.extendleft(reversed(later))
@@ -192,8 +201,8 @@ class Schedule:
         return [Span(sequence, 1) for sequence in self.running]
 
     def _preempt(self) -> None:
-        sequence = self.running.pop()
-        self.blocks.give_back(sequence.blocks)  # its next admission gives it others
+        sequence = self.running[-1]
+        self.end(sequence)  # its next admission gives it other blocks
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
@@ -209,6 +218,7 @@ class Schedule:
         """End a sequence, which has its last token."""
         self.running.remove(sequence)
         self.blocks.give_back(sequence.blocks)
+        self._states.append(sequence.state)
 
     def leave(self, sequence: SampleState) -> None:
         """End a sequence, wherever it is."""
