@@ -39,6 +39,8 @@ from tp_invariant_recipes.replacement import Replacement
 SHARES = {"sampled": 8, "all": 1}  # guard.collectives -> one of so many messages is digested, another one in each step
 SLOTS = 1 << 20  # of a rank's table, which cannot grow once a CUDA graph adds to it
 WHY = "NCCL and Gloo do not check what they have moved"
+Rows = tuple[Tensor, int]
+Takes = list[Callable[[], None]]
 LAYER = re.compile(r"(.+\.)?layers\.\d+")  # Transformer Engine captures no module with hooks
 
 
@@ -74,17 +76,30 @@ class Transfer:
         self._net.add(rows, (*self._key, "received"), first, self._number)
 
 
+class Message(NamedTuple):
+    """The messages of a collective to and from a rank: rows, with the number in the group of the first's rank.
+
+    Without a number all ranks get the same row. between: two ranks of the group; none: it is of all.
+    """
+
+    operation: str
+    sent: Sequence[tuple[Tensor, int | None]]
+    received: Sequence[Rows]
+    between: tuple[int, ...] = ()
+
+
 class Arriving:
     """A Work of torch, whose messages are digested once it has been waited for."""
 
-    def __init__(self, work: Any, takes: list[Callable[[], None]]) -> None:
+    def __init__(self, work: Any, takes: Takes) -> None:
         self._work, self.takes = work, takes
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """As of torch's Work."""
-        result = self._work.wait(*args, **kwargs)
-        takes, self.takes = self.takes, []
-        _all(takes)
+        result = self._work.wait(*args, **kwargs) if self._work is not None else None
+        takes, self.takes = self.takes, []  # and keep the messages no longer
+        for take in takes:
+            take()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -104,18 +119,16 @@ class CollectiveNet:
         self._first: dict[tuple[Any, ...], int] = {}
         self._weights = torch.zeros(0, dtype=torch.int64)
         self._pending: list[Arriving] = []
-        self._coalescing: dict[Any, list[Callable[[], None]]] = {}
+        self._coalescing: dict[Any, Takes] = {}
         self._streams: set[Any] = set()
         self._modules = _Modules()
         self._last: tuple[int, Tensor, Tensor, Any] | None = None
 
     def replacements(self) -> Iterator[Replacement]:
         """Yield what the net replaces for the time of training."""
-        for name, messages in _MESSAGES.items():
-            make = partial(_watched, net=self, messages=messages)
-            yield Replacement(f"torch.distributed:ProcessGroup.{name}", make, WHY)
-        yield Replacement("torch.distributed:ProcessGroup._start_coalescing", self._starting, WHY)
-        yield Replacement("torch.distributed:ProcessGroup._end_coalescing", self._ending, WHY)
+        rows = {name: partial(self._method, messages=messages) for name, messages in _MESSAGES.items()}
+        rows |= {f"_{at}_coalescing": partial(self._coalescing_method, begins=at == "start") for at in ("start", "end")}
+        return (Replacement(f"torch.distributed:ProcessGroup.{name}", make, WHY) for name, make in rows.items())
 
     def start(self, model: Sequence[Any], device: torch.device) -> None:
         """Before the first step, on all ranks."""
@@ -144,7 +157,7 @@ class CollectiveNet:
             if work.takes:  # a message of Gloo can be waited for but once
                 work.wait()
         step, self._step = self._step, None
-        if not self._slots or step is None:
+        if step is None:
             return
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
@@ -172,22 +185,21 @@ class CollectiveNet:
         dist.all_gather_object(everyone, list(zip(self._slots, held.tolist(), strict=False)), group=self._gloo)
         return found(step, everyone)
 
-    def begin(self, operation: str, group: Any, ranks: tuple[int, ...] | None = None) -> Transfer | None:
-        """Return what takes the digests of a collective that begins now; None: it is not sampled."""
+    def begin(self, operation: str, group: Any, between: Sequence[int] = ()) -> Transfer | None:
+        """Return what takes the digests of a collective that begins now; None: it is not sampled.
+
+        between: which two ranks of the group, of a message.
+        """
         if self._step is None:
             return None
-        ranks = ranks or self.ranks(group)
+        if group not in self._groups:
+            self._groups[group] = tuple(dist.get_process_group_ranks(group))
+        ranks = tuple(self._groups[group][n] for n in between) or self._groups[group]
         number = self._counts[operation, ranks]
         self._counts[operation, ranks] += 1
         if (number + self._step) % self.share:
             return None
         return Transfer(self, operation, ranks, number, self._modules.where())
-
-    def ranks(self, group: Any) -> tuple[int, ...]:
-        """Return the ranks of a group among all."""
-        if group not in self._groups:
-            self._groups[group] = tuple(dist.get_process_group_ranks(group))
-        return self._groups[group]
 
     @outside_modes
     def add(self, rows: Tensor, key: tuple[str, tuple[int, ...], str, str], first: int, number: int) -> None:
@@ -209,30 +221,41 @@ class CollectiveNet:
         self.messages += len(rows)
         add_digests(words(rows), self._table, self._first[key] + first, number)
 
-    def issued(self, work: Any, group: Any, takes: list[Callable[[], None]]) -> Any:
-        """Return what stands for a Work. takes: to be called once it has been waited for."""
+    def issued(self, work: Any, group: Any, arriving: Takes) -> Any:
+        """Return what stands for a Work. arriving: what to digest once it has been waited for."""
         if group in self._coalescing:
-            self._coalescing[group] += takes
+            self._coalescing[group] += arriving
             return work
-        if not takes or work is None:  # None: the current stream waits for it
-            _all(takes)
+        if not arriving:
             return work
-        self._pending.append(Arriving(work, takes))
+        self._pending.append(Arriving(work, arriving))
+        if work is None:  # the current stream waits for it
+            self._pending.pop().wait()
+            return None
         return self._pending[-1]
 
-    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def start(group: Any, *args: Any) -> Any:
-            self._coalescing[group] = []
-            return original(group, *args)
+    def _method(self, original: Callable[..., Any], messages: Callable[..., list[Message]]) -> Callable[..., Any]:
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(group, *args, **kwargs)
+            arriving: Takes = []
+            for message in messages(group, *args) if self._step is not None else ():
+                transfer = self.begin(message.operation, group, message.between)
+                if transfer is not None:
+                    for rows, first in message.sent:
+                        transfer.sent(rows, first)
+                    arriving += [partial(transfer.received, *received) for received in message.received]
+            return self.issued(work, group, arriving)
 
-        return start
+        return method
 
-    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def end(group: Any, *args: Any) -> Any:
+    def _coalescing_method(self, original: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
+        def method(group: Any, *args: Any) -> Any:
+            if begins:
+                self._coalescing[group] = []
             work = original(group, *args)
-            return self.issued(work, group, self._coalescing.pop(group))
+            return work if begins else self.issued(work, group, self._coalescing.pop(group))
 
-        return end
+        return method
 
 
 class _Modules:
@@ -308,85 +331,37 @@ def _signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def _all(takes: Iterable[Callable[[], None]]) -> None:
-    for take in takes:
-        take()
-
-
-Takes = list[Callable[[], None]]
-
-
-def _watched(original: Callable[..., Any], net: CollectiveNet, messages: Callable[..., Takes]) -> Callable[..., Any]:
-    def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-        work = original(group, *args, **kwargs)
-        return net.issued(work, group, messages(net, group, *args))
-
-    return method
-
-
-def _gather(net: CollectiveNet, group: Any, output: Tensor, given: Tensor, *_: Any) -> Takes:
-    if (transfer := net.begin("all-gather", group)) is None:
-        return []
-    transfer.sent(given[None])
-    return [partial(transfer.received, output.view(group.size(), -1), 0)]
-
-
-def _gather_list(net: CollectiveNet, group: Any, outputs: list[list[Tensor]], given: list[Tensor], *_: Any) -> Takes:
-    if (transfer := net.begin("all-gather", group)) is None:
-        return []
-    transfer.sent(given[0][None])
-    return [partial(transfer.received, output[None], n) for n, output in enumerate(outputs[0])]
-
-
-def _gather_several(net: CollectiveNet, group: Any, outputs: list[Tensor], given: list[Tensor], *_: Any) -> Takes:
-    return [take for pair in zip(outputs, given, strict=True) for take in _gather(net, group, *pair)]
+def _gathers(group: Any, outputs: Sequence[Tensor], given: Sequence[Tensor], *_: Any) -> list[Message]:
+    pairs = zip(outputs, given, strict=True)
+    return [Message("all-gather", [(x[None], None)], [(out.view(group.size(), -1), 0)]) for out, x in pairs]
 
 
 def _exchange(
-    net: CollectiveNet, group: Any, output: Tensor, given: Tensor, arriving: list[int], leaving: list[int], *_: Any
-) -> Takes:
-    if arriving or leaving:
-        each = ((output, arriving), (given, leaving))
-        pieces = [whole.split(sizes or len(whole) // group.size()) for whole, sizes in each]
-        return _exchange_list(net, group, *pieces)
-    if (transfer := net.begin("all-to-all", group)) is None:
-        return []
-    transfer.sent(given.view(group.size(), -1), 0)
-    return [partial(transfer.received, output.view(group.size(), -1), 0)]
+    group: Any, output: Tensor, given: Tensor, arriving: list[int], leaving: list[int], *_: Any
+) -> list[Message]:
+    def rows(whole: Tensor, sizes: list[int]) -> Sequence[Rows]:
+        return _each(whole.split(sizes)) if sizes else [(whole.view(group.size(), -1), 0)]
+
+    return [Message("all-to-all", rows(given, leaving), rows(output, arriving))]
 
 
-def _exchange_list(
-    net: CollectiveNet, group: Any, outputs: Sequence[Tensor], given: Sequence[Tensor], *_: Any
-) -> Takes:
-    if (transfer := net.begin("all-to-all", group)) is None:
-        return []
-    for n, piece in enumerate(given):
-        transfer.sent(piece[None], n)
-    return [partial(transfer.received, piece[None], n) for n, piece in enumerate(outputs)]
+def _each(pieces: Sequence[Tensor]) -> Sequence[Rows]:
+    return [(piece[None], n) for n, piece in enumerate(pieces)]
 
 
-def _broadcast(net: CollectiveNet, group: Any, tensors: list[Tensor], options: Any, *_: Any) -> Takes:
-    if (transfer := net.begin("broadcast", group)) is None:
-        return []
-    if group.rank() == options.rootRank:
-        transfer.sent(tensors[0][None])
-    return [partial(transfer.received, tensors[0][None], options.rootRank)]
+def _broadcast(group: Any, tensors: list[Tensor], options: Any, *_: Any) -> list[Message]:
+    row, root = tensors[0][None], options.rootRank
+    return [Message("broadcast", [(row, None)] if group.rank() == root else [], [(row, root)])]
 
 
-def _send(net: CollectiveNet, group: Any, tensors: list[Tensor], target: int, *_: Any) -> Takes:
-    ranks = net.ranks(group)
-    if (transfer := net.begin("send", group, (net.rank, ranks[target]))) is not None:
-        transfer.sent(tensors[0][None], 1)
-    return []
-
-
-def _receive(net: CollectiveNet, group: Any, tensors: list[Tensor], source: int, *_: Any) -> Takes:
-    ranks = net.ranks(group)
-    transfer = net.begin("send", group, (ranks[source], net.rank))
-    return [] if transfer is None else [partial(transfer.received, tensors[0][None], 0)]
-
-
-_MESSAGES: dict[str, Callable[..., Takes]] = {
-    "_allgather_base": _gather, "allgather": _gather_list, "allgather_into_tensor_coalesced": _gather_several,
-    "alltoall_base": _exchange, "alltoall": _exchange_list, "broadcast": _broadcast, "send": _send, "recv": _receive,
-}  # fmt: skip
+# Methods of torch's ProcessGroup -> the messages of a call.
+_MESSAGES: dict[str, Callable[..., list[Message]]] = {
+    "_allgather_base": lambda group, output, given, *_: _gathers(group, [output], [given]),
+    "allgather_into_tensor_coalesced": _gathers,
+    "allgather": lambda group, outputs, given, *_: [Message("all-gather", [(given[0][None], None)], _each(outputs[0]))],
+    "alltoall_base": _exchange,
+    "alltoall": lambda group, outputs, given, *_: [Message("all-to-all", _each(given), _each(outputs))],
+    "broadcast": _broadcast,
+    "send": lambda group, sent, target, *_: [Message("send", [(sent[0][None], 1)], [], (group.rank(), target))],
+    "recv": lambda group, got, source, *_: [Message("send", [], [(got[0][None], 0)], (source, group.rank()))],
+}
