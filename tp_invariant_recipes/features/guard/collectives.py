@@ -55,9 +55,9 @@ class Slot(NamedTuple):
     is_sent: bool
 
     def weight(self) -> int:
-        """Return the number of its pairs, less than 2^63 in magnitude."""
+        """Return the number of its pairs, as int64."""
         total = sum(_number_of(self.operation, self.ranks, self.source, target) for target in self.targets)
-        return _signed(total if self.is_sent else -total)
+        return ((total if self.is_sent else -total) + 2**63) % 2**64 - 2**63
 
 
 class Transfer:
@@ -298,7 +298,7 @@ class _Modules:
 
 def found(step: int, everyone: Iterable[list[tuple[Slot, int]]]) -> SilentDataCorruption | None:
     """Return the first message that arrived as another one. everyone: each rank's table, in order of first use."""
-    totals: Counter[tuple[Any, ...]] = Counter()
+    totals: Counter[tuple[str, tuple[int, ...], int, int, str]] = Counter()
     order: dict[tuple[Any, ...], int] = {}
     for table in everyone:
         for place, (slot, value) in enumerate(table):
@@ -310,25 +310,18 @@ def found(step: int, everyone: Iterable[list[tuple[Slot, int]]]) -> SilentDataCo
     unlike = sorted((order.get(key, SLOTS), key) for key, total in totals.items() if total % 2**64)
     if not unlike:
         return None  # of the host's network, not of these messages
-    shown = [_in_words(*key) for _, key in unlike]
-    (_, (_, _, source, target, _)) = unlike[0]
-    return SilentDataCorruption(
-        evidence.COLLECTIVES, step, shown[0], tuple(sorted({source, target})), details={"unlike": shown}
-    )
-
-
-def _in_words(operation: str, ranks: tuple[int, ...], source: int, target: int, where: str) -> str:
-    shown = f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"{len(ranks)} ranks"
-    return f"{operation} over {shown}{where}: sent by {source}, received otherwise by {target}"
+    shown = []
+    for _, (operation, ranks, source, target, where) in unlike:
+        group = f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"{len(ranks)} ranks"
+        shown.append(f"{operation} over {group}{where}: sent by {source}, received otherwise by {target}")
+    _, _, source, target, _ = unlike[0][1]
+    suspects = tuple(sorted({source, target}))
+    return SilentDataCorruption(evidence.COLLECTIVES, step, shown[0], suspects, details={"unlike": shown})
 
 
 @functools.cache
 def _number_of(*pair: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(pair).encode(), digest_size=8).digest(), "little") | 1
-
-
-def _signed(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
 
 
 def _gathers(group: Any, outputs: Sequence[Tensor], given: Sequence[Tensor], *_: Any) -> list[Message]:
