@@ -15,7 +15,7 @@ from tp_invariant_recipes.training import rank
 # What a rank imports beside Bridge; the last two bring many kernels and layers.
 IMPORTED = (
     *("safetensors.numpy", "megatron.core.datasets.helpers", "megatron.core.tokenizers.text.models"),
-    *(f"tp_invariant_recipes.{name}" for name in ("cpu_host.cpu", "compare.comparability", "observe.recorder")),
+    *(f"tp_invariant_recipes.{name}" for name in ("cpu_host.cpu", "comparison.comparability", "observe.recorder")),
     *(f"tp_invariant_recipes.training.{name}" for name in ("async_writer", "settle", "written_hashes")),
     *("tp_invariant_recipes.features.audit.recording", "tp_invariant_recipes.numerics.megatron.replacements"),
 )

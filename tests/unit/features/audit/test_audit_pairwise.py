@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import combinations
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import Interrupted, RunError
+from tp_invariant_recipes.features.audit import rank
 from tp_invariant_recipes.features.audit import reference as audit_reference
 from tp_invariant_recipes.features.audit.audit_run import ConcurrentRuns
 from tp_invariant_recipes.features.audit.configurations import MOST, Covering, pairs, shrunk
@@ -174,3 +176,9 @@ def test_a_reference_of_invariant_numerics_has_their_definition(model, word, cou
     assert compose(model, ["numerics=tree", "gbs=4"]).config.numerics != defined.numerics
     stock = compose(model, ["numerics=stock", word, "gbs=4"]).config
     assert count not in audit_reference.overrides(stock, [])
+
+
+@pytest.mark.parametrize("name", rank.IMPORTED)
+def test_what_a_campaign_imports_ahead_is_there(name):
+    """Nothing else names these modules, so that renaming one would end every campaign."""
+    assert find_spec(name) is not None
