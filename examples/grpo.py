@@ -15,6 +15,7 @@ A question is [a, PLUS, b, EQUALS]; the right answer is [a + b, END]. A number f
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from statistics import fmean, pstdev
@@ -40,8 +41,8 @@ def reward(question: tuple[int, ...], answer: tuple[int, ...]) -> float:
     return 0.75 * near**2 + (0.25 if answer[1:] == (END,) else 0.0)
 
 
-def grpo(file: Path) -> Any:
-    """The callback of a rank. file: where rank 0 writes a line for each step."""
+def grpo(file: Path, engine: Callable[[Any], Any] | None = None) -> Any:
+    """The callback of a rank. file: where rank 0 writes a line for each step. engine: what makes it; None: tpi's."""
     import torch
     import torch.distributed as dist
     from megatron.bridge.training import gpt_step
@@ -56,7 +57,7 @@ def grpo(file: Path) -> Any:
         """Samples before a step, and is the loss of its micro-batches."""
 
         def on_train_start(self, context: Any) -> None:
-            self.engine = tpi.Engine(context.model)
+            self.engine = (engine or tpi.Engine)(context.model)
 
         def on_train_end(self, context: Any) -> None:
             self.engine.release()  # NCCL waits for the end of CUDA graphs before it ends a group of ranks
@@ -138,14 +139,14 @@ def draw_curve(run: Path) -> None:
     figure.savefig(run / "reward.svg", bbox_inches="tight", metadata={"Date": None})
 
 
-def main(folder: str, *words: str) -> None:
-    """Train on the ranks that torchrun has started."""
+def main(folder: str, *words: str, engine: Callable[[Any], Any] | None = None) -> None:
+    """Train on the ranks that torchrun has started. engine: as of `grpo`."""
     run = Path(folder)
     run.mkdir(parents=True, exist_ok=True)
     config = tpi.recipe("qwen3_toy", *DEFAULTS, *words)
     if config.model.tensor_model_parallel_size != int(os.environ.get("WORLD_SIZE", "1")):
         raise SystemExit("this example counts micro-batches of one data-parallel rank: start as many ranks as tp says")
-    callback = grpo(run / "rewards.jsonl")
+    callback = grpo(run / "rewards.jsonl", engine)
     tpi.pretrain(config, callback.forward_step, [callback, tpi.LedgerCallback(run)])
     if os.environ.get("RANK", "0") == "0":
         draw_curve(run)

@@ -33,15 +33,18 @@ OVERRIDES = (
 )
 
 
-def make_folder(folder: Path) -> Path:
-    """A Hugging Face checkpoint of a small Qwen3, with a tokenizer of words."""
+def make_folder(folder: Path, *, chat: bool = False) -> Path:
+    """A Hugging Face checkpoint of a small Qwen3, with a tokenizer of words. chat: whether messages are only joined."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     hf_folders.make(folder, hf_folders.model_section("qwen3_toy", f"model.vocab_size={VOCABULARY}"))
     words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1")
+    if chat:
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
     return folder
 
 
