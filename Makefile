@@ -23,6 +23,8 @@ short-tests: slurm-installed
 
 test-all: lint types slurm-installed ## The same with every test: before a release, and when docs/testing.md says so
 	$(BIN)/pytest -n $(JOBS)
+	scripts/try-verl
+	scripts/try-clients
 	.ci/instructions
 
 bootstrap: ## Make .venv from the locks

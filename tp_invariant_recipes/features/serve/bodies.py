@@ -133,7 +133,9 @@ class Generate(Body):
     bits: bool = False
     idle: Idle = {
         "top_logprobs_num": (0,),
-        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), (False,)),
+        **dict.fromkeys(
+            ("return_hidden_states", "return_routed_experts", "return_bytes", "return_entropy", "background"), (False,)
+        ),
         **dict.fromkeys(("log_metrics", "no_logs", "conversation_id", "routing_key"), ANY),
         **dict.fromkeys(
             (
