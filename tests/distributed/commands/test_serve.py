@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,3 +139,135 @@ def once(shared, command, model, *words) -> Path:
     if not file.exists():
         shared(command, model, *words, "--out", file.name, status=0)
     return file
+
+
+LONG = {"temperature": 0, "max_new_tokens": 400}
+
+
+def versions(answer) -> list[tuple[str, int]]:
+    return [(run["weight_version"], run["tokens"]) for run in answer["meta_info"]["weight_versions"]]
+
+
+@pytest.mark.parametrize("words", ("", pytest.param("tp=2", marks=pytest.mark.release)))
+def test_tokens_have_the_bits_of_the_weights_that_they_name(shared, folder, words):
+    """A completion that continues with other weights: each part is what these weights score."""
+    server = Server(shared, "qwen3", *words.split())
+    first = httpx.get(f"{server.url}/get_model_info", trust_env=False).json()["weight_version"]
+    asked = {"input_ids": [5, 6, 7], "sampling_params": LONG, "return_logprob": True}
+    with ThreadPoolExecutor(2) as pool:
+        opened = pool.submit(server.post, "/generate", asked)
+        count = drawn(server, 1)
+        assert server.post("/pause_generation", {"mode": "retract"}).status_code == 200
+        for source, why in (
+            (folder / "deeper", "num_layers=3"),
+            ("nowhere", "no such folder"),
+            (torn(folder), "damaged"),
+        ):
+            refused = server.post("/update_weights_from_disk", {"model_path": str(source)})
+            assert (refused.status_code, why in refused.text) == (400, True), refused.text
+        updated = server.post("/update_weights_from_disk", {"model_path": str(folder / "next")})
+        assert updated.status_code == 200, updated.text
+        second = updated.json()["weight_version"]
+        server.post("/continue_generation", {})
+        answer = opened.result().json()
+    assert [version for version, _ in versions(answer)] == [first, second]
+    before = versions(answer)[0][1]
+    assert count <= before < 400
+    tokens, found = answer["output_ids"], [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
+    row = {"prompt_token_ids": [5, 6, 7], "token_ids": tokens}
+    new = server.post("/score", row).json()
+    assert new["weight_version"] == second
+    assert found[before:] == new["scores"][0]["logprobs"][before:]
+    assert (
+        server.post("/update_weights_from_disk", {"model_path": str(folder / "qwen3")}).json()["weight_version"]
+        == first
+    )
+    old = server.post("/score", row).json()["scores"][0]["logprobs"]
+    assert found[:before] == old[:before]
+    assert found[before:] != old[before:]
+    again = server.post("/generate", asked | {"sampling_params": LONG | {"max_new_tokens": before}}).json()
+    assert again["output_ids"] == tokens[:before]
+    assert server.end() == 0
+
+
+def drawn(server, least: int) -> int:
+    """Wait until a stream of the same tokens has so many."""
+    body = {"input_ids": [5, 6, 7], "sampling_params": LONG | {"max_new_tokens": least}}
+    return len(server.post("/generate", body).json()["output_ids"])
+
+
+def torn(folder: Path) -> Path:
+    """A folder whose writing a full disk has stopped."""
+    copy = folder / "torn"
+    if not copy.exists():
+        copy.mkdir()
+        (copy / "config.json").write_bytes((folder / "next" / "config.json").read_bytes())
+        data = (folder / "next" / "model.safetensors").read_bytes()
+        (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
+    return copy
+
+
+@pytest.mark.parametrize("words", ("", pytest.param("dp=2", marks=pytest.mark.release)))
+def test_a_killed_rank_ends_the_server_within_ten_seconds(shared, folder, words):
+    server = Server(shared, "qwen3", *words.split())
+    with ThreadPoolExecutor(4) as pool:
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 20_000}}
+        opened = [pool.submit(server.post, "/generate", body) for _ in range(4)]
+        drawn(server, 1)
+        begun = time.monotonic()
+        os.kill(max(children(server.process.pid)), signal.SIGKILL)
+        assert server.process.wait() == 2
+        assert time.monotonic() - begun < 10
+        answers = [each.result() for each in opened]
+    assert [answer.status_code for answer in answers] == [503] * 4
+    assert all("was killed by SIGKILL" in answer.text for answer in answers)
+    assert "was killed by SIGKILL" in server.process.stderr
+    assert "Traceback" not in server.process.stderr
+
+
+def children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+def test_sigterm_of_the_whole_group_answers_what_is_open(shared, folder):
+    """As a service manager sends it: to the launcher and to all ranks."""
+    server = Server(shared, "qwen3")
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(server.post, "/generate", {"input_ids": [5, 6, 7], "sampling_params": LONG})
+        drawn(server, 1)
+        for rank in children(server.process.pid):
+            os.kill(rank, signal.SIGTERM)
+        assert server.end() == 0
+        assert len(opened.result().json()["output_ids"]) == 400
+
+
+@pytest.mark.release
+def test_a_second_signal_ends_the_server_at_once(shared, folder):
+    server = Server(shared, "qwen3")
+    with ThreadPoolExecutor(1) as pool:
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 60_000}}
+        opened = pool.submit(server.post, "/generate", body)
+        drawn(server, 1)
+        os.kill(server.process.pid, signal.SIGTERM)
+        server.process.until(lambda: "a second signal ends it now" in server.process.stderr)
+        assert server.end() == 130
+        assert opened.result().status_code == 503
+
+
+REFUSED = (
+    ((), "--host and --port name others"),
+    (("--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),
+    (("--api-key-file", "nokey"), "--api-key-file nokey"),
+    (("pp=2",), "pp=1"),
+    (("max_tokens=3",), "max_tokens=3: tpi serve trains nothing and does not read it; leave it out"),
+    (("--tokenizer", "nowhere"), "nowhere"),
+)
+
+
+@pytest.mark.parametrize("words, why", REFUSED)
+def test_mistakes_are_one_message(shared, folder, words, why):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if not words else 0
+        done = shared("serve", "qwen3", *words, "--port", port, status=2)
+    assert why in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr

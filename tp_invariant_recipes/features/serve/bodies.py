@@ -49,9 +49,10 @@ def _one_or_more(value: Any) -> Any:
     return value
 
 
-Tokens, Seed = Annotated[int, Field(ge=1, lt=1 << 31)], Annotated[int, Field(ge=0, lt=SEEDS)]
+Tokens = Annotated[int, Field(ge=1, lt=1 << 31)]
+Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 Texts = Annotated[Any, AfterValidator(_one_or_more)]
-Idle = ClassVar[dict[str, tuple[Any, ...] | None]]
+Idle = dict[str, tuple[Any, ...] | None]
 ANY = None
 
 
@@ -59,7 +60,7 @@ class Body(BaseModel):
     """An object with these keys and no others. idle: keys without meaning here -> the values that are taken, or ANY."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    idle: Idle = {}
+    idle: ClassVar[Idle] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -85,7 +86,7 @@ class Draws(Body):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=STOPS)] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    idle: Idle = {
+    idle: ClassVar[Idle] = {
         **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty"), (0,)), "repetition_penalty": (1,),
         "spaces_between_special_tokens": (True,), "logit_bias": ({},),
     }  # fmt: skip
@@ -95,13 +96,10 @@ class Draws(Body):
         stops = dict.fromkeys((*(() if self.ignore_eos else ends), *self.stop_token_ids))
         base = Sampling(max_new_tokens=new, eos_token_id=tuple(stops), stop_strings=tuple(self.stop))
         if self.temperature > 0:
-            drawn = {
-                "temperature": self.temperature,
-                "top_k": max(0, self.top_k),
-                "top_p": self.top_p,
-                "seed": seed or 0,
-            }
-            return replace(base, do_sample=True, num_return_sequences=self.n, **drawn)
+            return replace(
+                base, do_sample=True, temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p,
+                seed=seed or 0, num_return_sequences=self.n,
+            )  # fmt: skip
         has = {"top_p": self.top_p != 1, "top_k": self.top_k > 1, "n": self.n > 1, "seed": seed is not None}
         refuse([f"{key}: has no effect with temperature=0" for key, given in has.items() if given])
         return base
@@ -113,7 +111,7 @@ class SamplingParams(Draws):
     max_new_tokens: Tokens = 128
     sampling_seed: Seed | None = None
     no_stop_trim: bool = False
-    idle: Idle = {
+    idle: ClassVar[Idle] = {
         **Draws.idle, "min_new_tokens": (0,), "stream_interval": (1,),
         **dict.fromkeys(("stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "custom_params"), ()),
     }  # fmt: skip
@@ -131,7 +129,7 @@ class Generate(Body):
     return_text_in_logprobs: bool = False
     stream: bool = False
     bits: bool = False
-    idle: Idle = {
+    idle: ClassVar[Idle] = {
         "top_logprobs_num": (0,),
         **dict.fromkeys(
             ("return_hidden_states", "return_routed_experts", "return_bytes", "return_entropy", "background"), (False,)
@@ -167,7 +165,7 @@ class OpenAI(Draws):
     rid: str | None = None
     request_id: str | None = None
     bits: bool = False
-    idle: Idle = {
+    idle: ClassVar[Idle] = {
         **Draws.idle, "min_tokens": (0,), "response_format": ({"type": "text"},),
         **dict.fromkeys(("echo", "include_stop_str_in_output"), (False,)),
         **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier"), ANY),
@@ -180,7 +178,7 @@ class Completions(OpenAI):
 
     prompt: Any = None
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    idle: Idle = {**OpenAI.idle, "best_of": (1,), "add_special_tokens": (True,), "suffix": ()}
+    idle: ClassVar[Idle] = {**OpenAI.idle, "best_of": (1,), "add_special_tokens": (True,), "suffix": ()}
 
 
 class Chat(OpenAI):
@@ -189,7 +187,7 @@ class Chat(OpenAI):
     messages: list[Any]
     logprobs: bool | None = None
     max_completion_tokens: Tokens | None = None
-    idle: Idle = {
+    idle: ClassVar[Idle] = {
         **OpenAI.idle, "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
         "add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template_kwargs": ({},),
         "parallel_tool_calls": ANY, "reasoning_effort": (),
@@ -202,7 +200,7 @@ class Update(Body):
     model_path: str
     step: Annotated[int, Field(ge=0, lt=1 << 40)] | None = None
     abort_all_requests: bool = False
-    idle: Idle = {
+    idle: ClassVar[Idle] = {
         "load_format": ("auto",), "flush_cache": (True,), "token_step": (0,), "weight_version": (), "manifest": (),
         **dict.fromkeys(("is_async", "keep_pause", "torch_empty_cache", "recapture_cuda_graph"), (False,)),
     }  # fmt: skip
@@ -219,13 +217,13 @@ class Abort(Body):
 
     rid: str | None = None
     abort_all: bool = False
-    idle: Idle = {"abort_message": ANY, "finished_reason": ()}
+    idle: ClassVar[Idle] = {"abort_message": ANY, "finished_reason": ()}
 
 
 class Plain(Body):
     """/continue_generation and /flush_cache of SGLang."""
 
-    idle: Idle = {"timeout": ANY, "torch_empty_cache": ANY}
+    idle: ClassVar[Idle] = {"timeout": ANY, "torch_empty_cache": ANY}
 
 
 # Keys of a row of `tpi score`, whose values data/sequences.py reads.
@@ -273,9 +271,10 @@ class Prompts:
     def generate(self, body: Any) -> tuple[list[Work], Generate, list[SamplingParams]]:
         """Return the requests of a body of /generate, the body, and how each samples. Raises Refused."""
         given = checked(Generate, body)
-        if (given.input_ids is None) == (given.text is None):
+        source = _one_of(input_ids=given.input_ids, text=given.text)
+        if source is None:
             raise Refused(400, "input_ids, text: a request has one of both", "input_ids")
-        prompts = self._tokens(given.text if given.input_ids is None else given.input_ids, "input_ids")
+        prompts = self._tokens(source, "input_ids")
         params = given.sampling_params
         several = params if isinstance(params, list) else [params] * len(prompts)
         if len(several) != len(prompts):
@@ -296,19 +295,12 @@ class Prompts:
             raise Refused(404, f"model: there is no {given.model!r:.80}; the server has {self.names[0]}", "model")
         if given.stream_options is not None and not given.stream:
             raise Refused(400, "stream_options: has no effect without stream", "stream_options")
-        names = [name for name in (given.rid, given.request_id) if name is not None]
-        new = given.max_tokens or 16
+        rid = _one_of(rid=given.rid, request_id=given.request_id)
         if isinstance(given, Chat):
-            limits = [limit for limit in (given.max_tokens, given.max_completion_tokens) if limit is not None]
-            new = limits[0] if limits else 1024
-            if len(limits) > 1:
-                raise Refused(400, "max_tokens, max_completion_tokens: one of both", "max_tokens")
+            new = _one_of(max_tokens=given.max_tokens, max_completion_tokens=given.max_completion_tokens) or 1024
             tokens = [self._conversation(given.messages)]
         else:
-            tokens = self._tokens(getattr(given, "prompt", None), "prompt")
-        if len(names) > 1:
-            raise Refused(400, "rid, request_id: one of both", "rid")
-        rid = names[0] if names else None
+            new, tokens = given.max_tokens or 16, self._tokens(getattr(given, "prompt", None), "prompt")
         count = len(tokens)
         return self._works(tokens, [given] * count, [new] * count, [given.seed] * count, rid, given.stream), given
 
@@ -363,6 +355,14 @@ class Prompts:
                 raise Refused(400, listed(problems))
             works.append(Work(request, stream, first))
         return works
+
+
+def _one_of(**values: Any) -> Any:
+    """Return the value that was given; None: none was. Raises Refused: several were."""
+    given = {key: value for key, value in values.items() if value is not None}
+    if len(given) > 1:
+        raise Refused(400, f"{', '.join(values)}: one of both", next(iter(values)))
+    return next(iter(given.values()), None)
 
 
 def _names(rid: Any, count: int, *, seeded: bool) -> list[str]:

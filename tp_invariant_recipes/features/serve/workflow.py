@@ -137,9 +137,7 @@ def _until_the_end(http: "Http", plan: Plan, serves: RankFn, console: Console) -
                 say(f"{http.url}: ready")
             if noted.signals:
                 http.drain()
-                say(
-                    "no new requests are taken; the server ends when those that are open have ended; again: it ends now"
-                )
+                say("the server ends when its open requests have ended; a second signal ends it now")
             if noted.requests > 1:
                 stop.requests = noted.requests
 
