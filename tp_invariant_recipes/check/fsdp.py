@@ -49,6 +49,7 @@ FIELDS: dict[str, tuple[Values, str]] = {
     "optimizer.optimizer": (only("adam", "sgd"), "FSDP shards the matrices that other optimizers need whole"),
     "model.pipeline_model_parallel_size": (_if_set(1), "FSDP's device mesh has no pipeline stages"),
     "checkpoint.ckpt_format": (only(FSDP_FORMAT), "FSDP saves DTensors"),
+    "checkpoint.async_save": (_UNSET, "checkpoints of FSDP are written at once"),
     "dist.use_tp_pp_dp_mapping": (_UNSET, "FSDP's device mesh has Megatron's default order of ranks"),
 }
 
@@ -73,6 +74,14 @@ def _others(config: RunConfig) -> Iterator[Problem]:
         yield Problem("", "FSDP is not covered with FP8 and FP4", "precision=bf16")
 
 
+def _unsaved(config: RunConfig) -> Problem | None:
+    """Of no_shard, which Megatron-Core cannot save where it takes a layer's two matrices apart."""
+    every = config.at("checkpoint.save_interval")
+    text = "Megatron-Core cannot save gated layers of ddp.data_parallel_sharding_strategy=no_shard"
+    unsaved = every and config.fsdp == STRATEGIES[0] and config.shape.gated
+    return Problem(f"save={every}", text, "save=0, or ddp.use_megatron_fsdp=false") if unsaved else None
+
+
 def _alone(config: RunConfig) -> Iterator[Problem]:
     """Yield settings that only FSDP reads."""
     if config.at("checkpoint.ckpt_format") == FSDP_FORMAT:
@@ -91,5 +100,6 @@ def _alone(config: RunConfig) -> Iterator[Problem]:
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(_fields, needs=lambda t: t.fsdp),
     Rule(_others, needs=lambda t: t.fsdp),
+    Rule(_unsaved, needs=lambda t: t.fsdp),
     Rule(_alone, needs=lambda t: not t.fsdp),
 )

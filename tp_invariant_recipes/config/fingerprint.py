@@ -18,6 +18,7 @@ from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.ledger.schema import SHARDS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.runs.checkpoints import OF_FSDP
 from tp_invariant_recipes.settings import finetuning, muon
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -84,6 +85,8 @@ def kept(numerics: Mapping[str, Any]) -> list[str]:
 
 def optimizer_state(config: RunConfig) -> str:
     """Return the form in which a run writes its optimizer's state."""
+    if config.fsdp:
+        return OF_FSDP
     if not config.section("optimizer").get("use_distributed_optimizer"):
         experts = bool(ModelShape(config.section("model")).experts)
         return LAYER_WISE if experts and muon.is_layer_wise(config.section("optimizer")) else OF_EVERY_RANK
@@ -109,8 +112,8 @@ def other_gradients(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[P
 class StateForm:
     """The state of an optimizer, as a checkpoint has it or as a run reads it.
 
-    form: one of the four above. layout: degrees by their short names. experts_separate: whether the experts' state is
-    separate from the other state.
+    form: one of the four above, or OF_FSDP. layout: degrees by their short names. experts_separate: whether the
+    experts' state is separate from the other state.
     """
 
     form: str
@@ -130,6 +133,10 @@ class StateForm:
 
 def unreadable_state(checkpoint: str, saved: StateForm, wanted: StateForm) -> Iterator[Problem]:
     """Yield why a run cannot read a checkpoint's optimizer state. checkpoint: what messages call it."""
+    if (saved.form == OF_FSDP) != (wanted.form == OF_FSDP):
+        text = f"it holds {'' if saved.form == OF_FSDP else 'no '}{OF_FSDP}"
+        yield Problem(checkpoint, text, f"ddp.use_megatron_fsdp={as_text(saved.form == OF_FSDP)}")
+        return
     if saved.distributed != wanted.distributed:
         kind = "a distributed optimizer" if saved.distributed else "an optimizer that is not distributed"
         solve = f"optimizer.use_distributed_optimizer={as_text(saved.distributed)}"

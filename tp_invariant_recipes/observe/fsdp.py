@@ -102,10 +102,10 @@ def described(module: Any) -> Iterator[dict[int, Tensor]]:
             layer._parameters[name] = p
 
 
-def gather_weights(chunk: Any) -> None:
-    """Have the new weights on all ranks, where each keeps all of them and the forward pass would gather them."""
-    shards = any(p.group.model_weight_buffer.is_data_distributed for p in sharded_parameters(chunk))
-    if not shards:
+def gather_weights(chunk: Any, parameters: Iterable[ShardedParameter]) -> None:
+    """Have the new weights on all ranks, where each keeps all of them."""
+    buffers = [parameter.group.model_weight_buffer for parameter in parameters]
+    if not any(buffer and buffer.is_data_distributed for buffer in buffers):
         chunk.start_param_sync(force_sync=True)
 
 

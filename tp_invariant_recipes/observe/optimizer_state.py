@@ -65,7 +65,9 @@ class Slot:
 
     @property
     def step(self) -> Tensor | int | None:
-        """How often it was updated; None: the optimizer does not count."""
+        """How often it was updated; None: the optimizer does not count, or has no element of it."""
+        if not local(self.updated).numel():
+            return None
         return self.wrapped.state.get(self.updated, {}).get(STEP, self.group.get(STEP))
 
     def stored(self, values: Tensor) -> FlatSlice:

@@ -191,13 +191,18 @@ def unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def gather_weights(model: Iterable[Any]) -> None:
-    """Have the optimizer's new weights on all ranks, where the next forward pass would gather them. A collective."""
+def gather_weights(model: Iterable[Any], *, loaded: bool = False) -> None:
+    """Have the optimizer's new weights on all ranks, where the next forward pass would gather them. A collective.
+
+    loaded: whether they come from a checkpoint, after which FSDP always leaves that to the forward pass.
+    """
     for chunk in model:
-        if not getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+        overlapped = getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False)
+        if sharded := fsdp.sharded_parameters(chunk):
+            if overlapped or loaded:
+                fsdp.gather_weights(chunk, sharded)
             continue
-        if fsdp.sharded_parameters(chunk):
-            fsdp.gather_weights(chunk)
+        if not overlapped:
             continue
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             if not group.param_gather_dispatched or group.param_gather_handle is not None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.runs.run_dir import RunDir
 
 MANIFEST = "tpi-manifest.json"
+OF_FSDP = "DTensors of Megatron-FSDP"  # the form of an optimizer's state; the weights have it, too
 ASIDE = "set-aside"
 _ITERATION = re.compile(r"iter_(\d{7})")
 _THREADS = 16  # at most, that read at once; reading and hashing hold no GIL
@@ -158,6 +159,9 @@ def select(
 def of_run(checkpoints: Path, step: int | None, identity_hash: str) -> RunCheckpoint:
     """Return the newest checkpoint of a run, or the one of `step`, verified. Raises CheckpointError: it has none."""
     checkpoint = select(checkpoints, step, identity_hash=identity_hash)
+    if checkpoint is not None and checkpoint.read_manifest().optimizer_state == OF_FSDP:
+        text = "it holds DTensors of Megatron-FSDP, which only tpi train --resume reads"
+        raise CheckpointError(f"{checkpoint.path}: {text}; train with ddp.use_megatron_fsdp=false")
     if checkpoint is None:
         raise CheckpointError(f"{checkpoints.parent} has no finished checkpoint; save=STEPS lets a run write some")
     return checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from tp_invariant_recipes.observe.union import gathered_by_first
-from tp_invariant_recipes.replacement import Replacement
+from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.checkpoints import CheckpointFile
 
 AT_ONCE = 1 << 20  # bytes: from here on a second thread hashes while this one writes; neither holds the GIL
@@ -100,6 +100,18 @@ def _told(original: Callable[..., Any]) -> Callable[..., Any]:
     return retrieve_write_results
 
 
+def _of_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_fsdp_dtensor_checkpoint(checkpoint_path: Any, *arguments: Any, **options: Any) -> Any:
+        with applied([Replacement("torch.distributed.checkpoint.filesystem:_write_item", _hashing_writes, _WHY)]):
+            result = original(checkpoint_path, *arguments, **options)
+        _hashes.update({path: hashed.file.as_json() for path, hashed in _written.items() if hashed.ended >= 0})
+        _written.clear()
+        _finalized[:] = [Path(checkpoint_path)]
+        return result
+
+    return save_fsdp_dtensor_checkpoint
+
+
 _MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 _WHY = "the first rank alone would read every file of a checkpoint back, while all others wait"
 WRITES = Replacement(f"{_MODULE}:_write_item", _hashing_writes, _WHY)
@@ -107,6 +119,7 @@ REPLACEMENTS = (
     WRITES,
     Replacement(f"{_MODULE}:FileSystemWriterAsync.get_save_function_and_args", _telling, _WHY),
     Replacement(f"{_MODULE}:FileSystemWriterAsync.retrieve_write_results", _told, _WHY),
+    Replacement("megatron.bridge.training.checkpointing:save_fsdp_dtensor_checkpoint", _of_fsdp, _WHY),
 )
 
 

@@ -2,6 +2,7 @@
 """Trainings under Megatron-FSDP: their ledgers, and the digests of what the ranks hold in shards."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -98,3 +99,29 @@ def test_digests_of_the_union_are_those_of_gathered_tensors(tpi, strategy, flip)
     assert whole == {"masters": step.masters, "clipped": step.clipped, "moments": named}
     (copied,) = step.diverged or ((),)
     assert copied == (("copies", FLIPPED, ((1,),)) if flip else ()), done.stderr
+
+
+SAVED = f"{DENSE} {RUN} scheduler.lr_decay_iters=4 save=2 dp=2"
+
+
+def test_a_run_resumes_from_shards_under_any_strategy_that_can_save_and_not_without_fsdp(tpi):
+    whole, half = "optim_grads_params", "optim"
+    tpi("train", *f"{SAVED} iters=4 {SHARDED}{whole} run.dir=whole".split(), status=0)
+    tpi("train", *f"{SAVED} {SHARDED}{whole} run.dir=run".split(), status=0)
+    for name in ("other", "ddp", "lost"):
+        shutil.copytree(tpi.folder / "run", tpi.folder / name)
+    tpi("train", "--resume", "run", "iters=4", status=0)
+    tpi("compare", "whole", "run", status=0)
+    # The digests of what is loaded are those of the ledger, or the run would end.
+    tpi("train", "--resume", "other", "iters=4", f"ddp.data_parallel_sharding_strategy={half}", status=0)
+    refused = tpi("train", "--resume", "ddp", "iters=4", "ddp.use_megatron_fsdp=false", status=2)
+    assert "it holds DTensors of Megatron-FSDP; ddp.use_megatron_fsdp=true" in refused.stderr
+    (tpi.folder / "lost/checkpoints/iter_0000002/__1_0.distcp").unlink()
+    refused = tpi("train", "--resume", "lost", "iters=4", status=2)
+    assert "__1_0.distcp is missing" in refused.stderr
+
+
+def test_a_checkpoint_without_shards_is_not_read_under_fsdp(tpi):
+    tpi("train", *SAVED.split(), "run.dir=run", status=0)
+    refused = tpi("train", "--resume", "run", "iters=4", *f"{SHARDED}optim".split(), status=2)
+    assert "it holds no DTensors of Megatron-FSDP; ddp.use_megatron_fsdp=false" in refused.stderr

@@ -6,6 +6,7 @@ import pytest
 from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.config.fingerprint import BUCKETS, DISTRIBUTED, LAYER_WISE, OF_EVERY_RANK, StateForm
 from tp_invariant_recipes.errors import lines
+from tp_invariant_recipes.runs.checkpoints import OF_FSDP
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 TREE = {"mode": "tree"}
@@ -94,6 +95,8 @@ def test_a_state_that_can_be_read(saved, before, wanted, now):
 UNREADABLE = (
     (OF_EVERY_RANK, layout(), DISTRIBUTED, layout(), (False, False), "optimizer.use_distributed_optimizer=false"),
     (BUCKETS, layout(), OF_EVERY_RANK, layout(), (False, False), "optimizer.use_distributed_optimizer=true"),
+    (OF_FSDP, layout(), DISTRIBUTED, layout(), (False, False), "ddp.use_megatron_fsdp=true"),
+    (DISTRIBUTED, layout(), OF_FSDP, layout(), (False, False), "ddp.use_megatron_fsdp=false"),
     (LAYER_WISE, layout(), OF_EVERY_RANK, layout(), (False, False), "layer_wise_distributed_optimizer=true"),
     (OF_EVERY_RANK, layout(), LAYER_WISE, layout(), (False, False), "layer_wise_distributed_optimizer=false"),
     (LAYER_WISE, layout(), DISTRIBUTED, layout(), (False, False), "optimizer.use_distributed_optimizer=false"),

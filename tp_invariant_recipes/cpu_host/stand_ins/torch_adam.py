@@ -46,12 +46,30 @@ def _without_step(original: Any) -> Callable[[Any, Any, dict[str, Any]], None]:
     return lambda self, parameter, tensors: original(self, parameter, {"step": None} | tensors)
 
 
+def _states_of_empty_shards(original: Any) -> Callable[..., dict[str, Any]]:
+    """With FSDP ranks go through the states of all parameters together, even where one has no element of them."""
+    import torch
+
+    def sharded_state(self: Any, is_loading: bool = False) -> dict[str, Any]:
+        states = self.optimizer.state
+        step = next((state["step"] for state in states.values()), torch.tensor(0.0))
+        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
+            if not states[parameter]:
+                moments = {key: torch.zeros_like(parameter) for key in self.optimizer_state_keys}
+                states[parameter] = {"step": step.clone(), **moments}
+        return original(self, is_loading)
+
+    return sharded_state
+
+
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 REPLACEMENTS = (
     Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", lambda _: True,
         "Megatron prefers Transformer Engine's"),
     Replacement(f"{_DISTRIBUTED}.state_dict", _state_before_loading, "torch's Adam has no step before its first one"),
+    Replacement(f"{_DISTRIBUTED}.sharded_param_state_fsdp_dtensor", _states_of_empty_shards,
+        "torch's Adam has no state of a parameter without a gradient"),
     Replacement(f"{_DISTRIBUTED}.load_state_dict", _separate_steps,
         "torch's Adam counts steps for each parameter, in place"),
     Replacement(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", _without_step,

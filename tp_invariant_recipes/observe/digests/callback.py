@@ -246,6 +246,7 @@ class Digests(AroundOptimizerStep):
         if step == 0:
             self.initial = self.queue.now([plan.every]).weights
             return
+        gather_weights(context.model, loaded=True)
         moments = [plan.moments_now()] if context.state.cfg.checkpoint.load_optim else []  # else there are none yet
         loaded = self.queue.now([plan.masters, plan.every, *moments])
         problem = self.check(step, loaded) if self.check else None
