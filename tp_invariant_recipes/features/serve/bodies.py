@@ -226,6 +226,7 @@ class Plain(Body):
     idle: ClassVar[Idle] = {"timeout": ANY, "torch_empty_cache": ANY}
 
 
+IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")  # of a message that was sampled
 # Keys of a row of `tpi score`, whose values data/sequences.py reads.
 ROW = (
     *("id", "tokens", "attention_mask", "cu_seqlens", "text", "prompt", "response", "messages", "prompt_token_ids"),
@@ -334,8 +335,28 @@ class Prompts:
             raise Refused(400, str(error), key) from error
 
     def _conversation(self, messages: list[Any]) -> list[int]:
+        """Return the ids of messages and of the start of an answer.
+
+        Where messages have the ids that they were sampled with, as NeMo Gym sends them, these are taken up to the end
+        of the last such answer, since its text may have others.
+        """
+        texts = [
+            {key: value for key, value in message.items() if key not in IDS} if isinstance(message, dict) else message
+            for message in messages
+        ]
+        last = max((n for n, message in enumerate(messages) if texts[n] != message), default=None)
         try:
-            return sequences.conversation(self.codec, messages, answer=True)
+            whole = sequences.conversation(self.codec, texts, answer=True)
+            if last is None:
+                return whole
+            sampled = [t for key in IDS[:2] for t in sequences.ids(messages[last].get(key), f"messages.{key}", None)]
+            before = sequences.conversation(self.codec, texts[: last + 1], answer=False)
+            end = max((n for n, token in enumerate(before) if token in self.ends), default=None)
+            if end is None or whole[: end + 1] != before[: end + 1]:
+                raise ValueError(
+                    "messages have token ids, and the chat template does not end an answer by an end token"
+                )
+            return sampled[: -1 if sampled[-1:] and sampled[-1] in self.ends else None] + whole[end:]
         except ValueError as error:
             raise Refused(400, str(error), "messages") from error
 

@@ -207,6 +207,8 @@ class Loop:
 
     def _load(self, key: str, new: Weights) -> None:
         self.plan.forget()
+        if not weights.fits_beside(self.engine.model):
+            self.engine.release()
         problem = weights.load(self.engine.model, new)
         self.engine.refit()
         if problem is None:

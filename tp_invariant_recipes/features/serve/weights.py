@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other weights in a model that serves: all of them, or those of before."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -18,39 +16,33 @@ from tp_invariant_recipes.text import abbreviated
 def load(model: Any, weights: Weights) -> str | None:
     """Load weights into the memory of a model, unwrapped. Returns why it has its weights of before; None: it does not.
 
-    Every rank calls it.
+    Every rank calls it. Until all ranks have read the new weights, these lie beside the others.
     """
-    problem = None
-    with _in_new_memory(model) as keep:
-        try:
-            _read(model, weights)
-        except Exception as error:  # of a file, of Bridge or of Megatron's checkpoints
-            problem = reason(error)
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        problem = next((text for text in problems if text is not None), None)
-        if problem is None:
-            keep()
-    return problem
-
-
-@contextmanager
-def _in_new_memory(model: Any) -> Iterator[Any]:
-    """In the block parameters and buffers have new memory. It yields what copies them to their old memory."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors, problem = [*model.parameters(), *model.buffers()], None
     before = [tensor.data for tensor in tensors]
-
-    def keep() -> None:
-        for tensor, data in zip(tensors, before, strict=True):
-            data.copy_(tensor.data)
-
     try:
         for tensor, data in zip(tensors, before, strict=True):
             tensor.data = data.clone()
-        yield keep
-    finally:
-        for tensor, data in zip(tensors, before, strict=True):
-            tensor.data = data
+        _read(model, weights)
+    except Exception as error:  # of a file, of memory, of Bridge or of Megatron's checkpoints
+        problem = reason(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    problem = next((text for text in problems if text is not None), None)
+    for tensor, data in zip(tensors, before, strict=True):
+        if problem is None:
+            data.copy_(tensor.data)
+        tensor.data = data
+    return problem
+
+
+def fits_beside(model: Any) -> bool:
+    """Whether the memory of this rank's GPU has room for a second copy of the weights."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return True
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return sum(weight.nbytes for weight in model.parameters()) < unused + torch.cuda.mem_get_info(device)[0]
 
 
 def _read(model: Any, weights: Weights) -> None:

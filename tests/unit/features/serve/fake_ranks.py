@@ -101,12 +101,14 @@ def located(source: str, step: int | None) -> Weights:
 
 
 @contextmanager
-def served(codec: Any = None, key: str | None = None, **options: Any) -> Iterator[tuple[httpx.Client, FakeRank, Http]]:
+def served(
+    codec: Any = None, key: str | None = None, ends: tuple[int, ...] = (), **options: Any
+) -> Iterator[tuple[httpx.Client, FakeRank, Http]]:
     """A server and a client of it. codec: bytes by default."""
     codec = codec or sequences.tokenizer("byte")
     mine, theirs = Pipe()
     listening = socket.create_server(("127.0.0.1", 0))
-    prompts = Prompts(codec, VOCABULARY, (), TOKENS, ("fake", "default"))
+    prompts = Prompts(codec, VOCABULARY, ends, TOKENS, ("fake", "default"))
     request = ServeRequest(None, **options)  # type: ignore[arg-type]
     facts = {"model": {"model_path": "fake"}, "server": {}}
     http = Http(listening, [mine], 1, Weights(None, None, "v0"), located, prompts, request, key, facts)

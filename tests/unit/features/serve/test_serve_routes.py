@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests.unit.features.serve.fake_ranks import SLOW, served
 from tests.unit.features.serve.test_serve_bodies import until
-from tp_invariant_recipes.features.serve import answers, messages
+from tp_invariant_recipes.data import sequences
+from tp_invariant_recipes.features.serve import answers
+from tp_invariant_recipes.features.serve import messages as messages_
 
 pytest.importorskip("uvicorn")
 
@@ -74,7 +76,7 @@ def test_draws_have_the_ids_of_their_request(server, body, ids):
     answer = ask(client, **body)
     several = answer if isinstance(answer, list) else [answer]
     assert [one["meta_info"]["id"] for one in several] == ids
-    assert [join.draws for join in rank.log if isinstance(join, messages.Join)] == [*dict.fromkeys(ids)]
+    assert [join.draws for join in rank.log if isinstance(join, messages_.Join)] == [*dict.fromkeys(ids)]
 
 
 def test_requests_without_id_and_seed_get_new_ids(server):
@@ -276,7 +278,7 @@ def test_a_server_that_ends_answers_what_is_open_first():
         assert (refused.status_code, client.get("/health").status_code) == (503, 503)
         thread.join()
         assert len(results[0].json()["output_ids"]) == 50
-        until(lambda: isinstance(rank.log[-1], messages.End))
+        until(lambda: isinstance(rank.log[-1], messages_.End))
 
 
 def test_a_dead_rank_answers_each_open_request():
@@ -323,3 +325,33 @@ def test_facts(server):
     assert client.get("/get_server_info").json()["cache_tokens"] == 4096
     assert client.get("/v1/models").json()["data"][0]["id"] == "fake"
     assert client.get("/health_generate").status_code == client.get("/health").status_code == 200
+
+
+END = 3  # a byte that ends an answer
+
+
+def template(messages, answer):
+    return "".join(f"{m['role'][0]}{m['content']}{chr(END)}\n" for m in messages) + ("a" if answer else "")
+
+
+def test_a_chat_goes_on_with_the_ids_that_were_sampled():
+    """Not with those of their text; a message without ids is text."""
+    codec = sequences.tokenizer("byte")._replace(template=template)
+    first = [{"role": "user", "content": "hi"}]
+    with served(codec, ends=(END,)) as (client, rank, _):
+        answer = ask(client, "/v1/chat/completions", messages=first, max_tokens=2, return_token_ids=True, logprobs=True)
+        message = answer["choices"][0]["message"]
+        assert message["prompt_token_ids"] == answer["prompt_token_ids"] == [*b"uhi", END, *b"\na"]
+        assert message["generation_token_ids"] == [117, 118]
+        assert message["generation_log_probs"] == [-0.125, -0.25]
+        assert answer["choices"][0]["logprobs"]["content"][1]["logprob"] == -0.25
+        sampled = message | {"generation_token_ids": [300, END]}  # as if the text had other ids
+        more = [*first, sampled, {"role": "user", "content": "x"}]
+        for messages in (more, [*first, {"role": "assistant", "content": message["content"]}, more[-1]]):
+            ask(client, "/v1/chat/completions", messages=messages, max_tokens=1)
+        joined = [join.request.tokens for join in rank.log if isinstance(join, messages_.Join)][1:]
+        ids, text = joined
+        assert ids == (*b"uhi", END, *b"\na", 300, END, *b"\nux", END, *b"\na")
+        assert text == (*b"uhi", END, *b"\na", *b"uv", END, *b"\nux", END, *b"\na")
+        wrong = client.post("/v1/chat/completions", json={"messages": [*first, sampled | {"prompt_token_ids": "x"}]})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
