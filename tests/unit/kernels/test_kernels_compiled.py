@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.unit.kernels.compiled import ptx
-from tp_invariant_recipes.kernels import cross_entropy, delta_rule
+from tp_invariant_recipes.kernels import clipped_adam, cross_entropy, delta_rule
 from tp_invariant_recipes.kernels.gemm import mxfp8, segmented_k_kernel
 from tp_invariant_recipes.kernels.gemm import segmented_k_gemm as kernel
 from tp_invariant_recipes.kernels.gemm.fp8_tiles import UNFUSED
@@ -63,6 +63,15 @@ def test_rounding_to_mxfp8_keeps_subnormal_numbers(architecture, groups, separat
     assert "ld.global.v4.b32" in code
     assert "st.global.v4.b32" in code
     assert "st.global.b16" not in code
+
+
+def test_a_step_of_adam_reads_and_writes_16_bytes_and_rounds_as_its_library():
+    names = clipped_adam._clipped_adam.arg_names
+    constants = {"CLIPS": True, "CHUNK": clipped_adam.CHUNK, "BLOCK": clipped_adam.BLOCK}
+    code = ptx(clipped_adam._clipped_adam, {"table": "*i64"} | dict.fromkeys(names[1:-3], "fp32"), constants)
+    assert code.count("ld.global.v4.b32") == code.count("st.global.v4.b32") == 8
+    assert code.count("st.global.v2.b32") == 2  # of bf16
+    assert "fma.rn.f32" not in code
 
 
 DELTA_RULE = [kernel for kernel in vars(delta_rule).values() if isinstance(kernel, Kernel)]

@@ -53,6 +53,7 @@ def _cuts_sequences(numerics: NumericsSettings) -> bool:
 
 _BY_NAME = "GPTModel builds its embedding and output layer by name"
 _NORM = "a sum of squares depends on how parameters are sharded"
+_ONE_LAUNCH = "clipping, AdamW and rounding would read and write the same memory one after the other"
 _SHARD_ENDS = "a data shard ends with a backward pass"
 _ROUTER = "router statistics are sums too"
 _DEPTHS = "so are the losses of MTP"
@@ -100,6 +101,11 @@ ROWS = (
     ReplacementRow("megatron.core.optimizer.optimizer:ChainedOptimizer.step",
         "numerics.sums.grad_norm:reading_late",
         "the exact norm is a number, and the GPU would wait for it while the host collects the gradients to clip"),
+    ReplacementRow("megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
+        "numerics.megatron.optimizer_step:clipping_with_the_step", _ONE_LAUNCH,
+        when=lambda numerics: numerics.clip_rounding != "pow2"),
+    ReplacementRow("megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
+        "numerics.megatron.optimizer_step:in_one_launch", _ONE_LAUNCH),
     # --- An optimizer of matrices ---
     ReplacementRow("megatron.core.optimizer:_create_emerging_optimizer", "numerics.megatron.muon:whole_matrices",
         "Newton-Schulz steps add over whole rows, in the order in which ranks have them"),

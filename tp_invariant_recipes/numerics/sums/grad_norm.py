@@ -84,6 +84,11 @@ def reading_late(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def optimizers_under_way() -> Sequence[Any]:
+    """Return the optimizers of the chain whose step is under way."""
+    return _under_way[-1].chained_optimizers if _under_way else ()
+
+
 INFINITE = 0x7F800000  # the bits of inf; the bits of any NaN, without the sign, are larger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping, AdamW and rounding in one launch: which optimizers take it, and what it is given.
+
+The kernel runs on GPUs only (tests/gpu/kernels/test_clipped_adam_gpu.py). Here a list of its arguments stands for it.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tp_invariant_recipes.kernels.clipped_adam import Settings
+from tp_invariant_recipes.numerics.megatron import optimizer_step
+from tp_invariant_recipes.numerics.sums import grad_norm
+from tp_invariant_recipes.numerics.sums.grad_norm import PendingNorm
+
+
+class FusedAdam:
+    """What stands for Transformer Engine's."""
+
+    capturable = master_weights = use_decoupled_grad = False
+    adam_w_mode = True
+
+
+def an_optimizer(size=8):
+    """A DistributedOptimizer after its first step, of one parameter."""
+    main, model = torch.ones(size), torch.ones(size, dtype=torch.bfloat16)
+    main.grad = torch.full((size,), 3.0)
+    adam = FusedAdam()
+    group = {"step": 4, "lr": 0.5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
+    adam.param_groups = [{**group, "params": [main]}]
+    adam.state = {main: {"exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}}
+    return SimpleNamespace(
+        optimizer=adam,
+        shard_fp32_from_float16_groups=[[main]],
+        shard_float16_groups=[[model]],
+        shard_fp32_groups=[[]],
+        config=SimpleNamespace(
+            log_num_zeros_in_grad=False,
+            reuse_grad_buf_for_mxfp8_param_ag=False,
+            grad_norm_skip_threshold=math.inf,
+        ),
+        ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+        get_parameters=lambda: [main],
+    )
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What the kernel is given, as it comes."""
+    given = []
+    monkeypatch.setattr(optimizer_step, "clipped_adam", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(optimizer_step, "_suit", lambda tensors: all(x is not None for x in tensors))
+    monkeypatch.setattr(optimizer_step, "_is_exact", {})
+    monkeypatch.setattr(optimizer_step, "_trial", lambda *_: True)
+    return given
+
+
+def a_step(monkeypatch, optimizer, norm, parameters=None):
+    """Clip to 1.0 and step, as Megatron's chain does; returns: what of Megatron's was called."""
+    called = []
+    clip = optimizer_step.clipping_with_the_step(lambda *_: called.append("clip"))
+    step = optimizer_step.in_one_launch(lambda _: called.append("step") or True)
+    monkeypatch.setattr(grad_norm, "_under_way", [SimpleNamespace(chained_optimizers=[optimizer])])
+    clip(parameters or optimizer.get_parameters(), max_norm=1.0, total_norm=norm)
+    assert step(optimizer)
+    assert not optimizer_step._clips
+    return called
+
+
+@pytest.mark.parametrize("norm, clip", ((4.0, 0.25), (0.5, 1.0), (math.nan, 1.0), (math.inf, 0.0)))
+def test_a_step_is_one_launch_with_megatrons_coefficient(monkeypatch, launches, norm, clip):
+    optimizer = an_optimizer()
+    (main,), state = optimizer.get_parameters(), optimizer.optimizer.state
+    assert a_step(monkeypatch, optimizer, PendingNorm(lambda: norm)) == []
+    (([tensors], coefficient, settings),) = launches
+    assert coefficient == pytest.approx(clip, rel=1e-5)
+    assert settings == Settings(5, 0.5, (0.9, 0.95), 1e-8, 0.1)
+    given = main, main.grad, *state[main].values(), optimizer.shard_float16_groups[0][0]
+    assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in given]
+
+
+def put(path, value):
+    def change(optimizer):
+        *owners, name = path.split(".")
+        for owner in owners:
+            optimizer = getattr(optimizer, owner)
+        setattr(optimizer, name, value)
+
+    return change
+
+
+OTHERS = {
+    "another optimizer": put("optimizer", SimpleNamespace()),
+    "fp32 parameters": put("shard_fp32_groups", [[torch.ones(1)]]),
+    "FSDP": put("ddp_config.use_megatron_fsdp", True),
+    "counted zeros": put("config.log_num_zeros_in_grad", True),
+    "staged parameters": put("config.reuse_grad_buf_for_mxfp8_param_ag", True),
+    "steps that are skipped": put("config.grad_norm_skip_threshold", 9.0),
+    "steps in a graph": put("optimizer.capturable", True),
+    "decay that is not decoupled": put("optimizer.adam_w_mode", False),
+    "a first step": lambda optimizer: optimizer.optimizer.param_groups[0].pop("step"),
+    "a parameter without moments": lambda optimizer: next(iter(optimizer.optimizer.state.values())).clear(),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_others_go_on_as_in_megatron(monkeypatch, launches, change):
+    optimizer = an_optimizer()
+    change(optimizer)
+    assert a_step(monkeypatch, optimizer, 4.0) == ["clip", "step"]
+    assert launches == []
+
+
+def test_a_part_of_the_parameters_is_clipped_as_in_megatron(monkeypatch, launches):
+    assert a_step(monkeypatch, an_optimizer(), 4.0, [torch.ones(1)]) == ["clip", "step"]
+
+
+def test_a_kernel_of_other_bits_is_refused(monkeypatch, launches):
+    monkeypatch.setattr(optimizer_step, "_trial", lambda *_: False)
+    assert a_step(monkeypatch, an_optimizer(), 4.0) == ["clip", "step"]
+    assert launches == []

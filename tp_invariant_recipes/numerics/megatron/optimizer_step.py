@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping, AdamW and the rounding of parameters in one launch, with the bits of the library's kernels, one by one.
+
+The bandwidth of memory limits a step; kernels/clipped_adam.py reads and writes all tensors once. An exactness check
+compares it with the library's kernels. Optimizers that it does not cover update as in Megatron. So does a first step,
+which makes the moments.
+"""
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from tp_invariant_recipes.kernels.clipped_adam import Parameter, Settings, clipped_adam
+from tp_invariant_recipes.numerics.gemm import cublas
+from tp_invariant_recipes.numerics.gemm.operands import same_bits
+from tp_invariant_recipes.numerics.sums import grad_norm
+
+SIZE, CLIP = 5000, 0.37  # of the exactness check: elements, the last of which fill no block
+
+# Of the step under way: by optimizer, what its gradients are to be multiplied by, and the tensors of its groups.
+_clips: dict[int, tuple[float, list[list[Parameter]]]] = {}
+_is_exact: dict[tuple[Any, ...], bool] = {}
+
+
+def clipping_with_the_step(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a replacement for megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32, made from it."""
+
+    @wraps(original)
+    def clip(parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False) -> None:
+        for optimizer in grad_norm.optimizers_under_way():
+            if [*map(id, optimizer.get_parameters())] == [*map(id, parameters)] and _covers(optimizer):
+                groups = _tensors(optimizer)
+                if groups is not None:  # the GPU may compute the norm until here
+                    _clips[id(optimizer)] = min(1.0, max_norm / (total_norm + 1.0e-6)), groups
+                    return
+        original(parameters, max_norm, total_norm, use_decoupled_grad)
+
+    return clip
+
+
+def in_one_launch(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a replacement for MixedPrecisionOptimizer.step_with_ready_grads, made from that function."""
+
+    @wraps(original)
+    @torch.no_grad()
+    def step_with_ready_grads(self: Any) -> bool:
+        if id(self) not in _clips:
+            return original(self)
+        clip, groups = _clips.pop(id(self))
+        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
+            group["step"] += 1
+            if parameters:
+                clipped_adam(parameters, clip, Settings(*(group[name] for name in Settings._fields)))
+        return True
+
+    return step_with_ready_grads
+
+
+def _covers(optimizer: Any) -> bool:
+    """Whether an optimizer's settings are those of the launch, and the step is not its first."""
+    adam: Any = getattr(optimizer, "optimizer", None)
+    config = optimizer.config
+    return not (
+        type(adam).__name__ != "FusedAdam"
+        or not hasattr(optimizer, "shard_fp32_from_float16_groups")
+        or any(optimizer.shard_fp32_groups)
+        or optimizer.ddp_config.use_megatron_fsdp
+        or config.log_num_zeros_in_grad
+        or config.reuse_grad_buf_for_mxfp8_param_ag
+        or math.isfinite(config.grad_norm_skip_threshold)
+        or adam.capturable or adam.master_weights or adam.use_decoupled_grad or not adam.adam_w_mode
+        or not all("step" in group and group["bias_correction"] for group in adam.param_groups)
+    )  # fmt: skip
+
+
+def _tensors(optimizer: Any) -> list[list[Parameter]] | None:
+    """Return the tensors of each group; None: the launch does not take them, or has not been found right."""
+    state = optimizer.optimizer.state
+    groups = [
+        [
+            (main.data, main.grad, state[main].get("exp_avg"), state[main].get("exp_avg_sq"), copy.data)
+            for main, copy in zip(mains, copies, strict=True)
+            if main.grad is not None
+        ]
+        for mains, copies in zip(optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups, strict=True)
+    ]
+    everything = [tensors for group in groups for tensors in group]
+    if not everything or not all(map(_suit, everything)):
+        return None
+    device = everything[0][0].device
+    exact = cublas.tried(_is_exact, (device,), everything[0][0], lambda: _trial(optimizer.optimizer, device))
+    return groups if exact else None
+
+
+def _suit(tensors: Parameter) -> bool:
+    sizes = (4, 4, 4, 4, 2)
+    return all(
+        x is not None and x.is_cuda and x.is_contiguous() and x.is_floating_point()
+        and x.itemsize == size and x.data_ptr() % (4 * size) == 0
+        for x, size in zip(tensors, sizes, strict=True)
+    ) and tensors[4].dtype == torch.bfloat16  # fmt: skip
+
+
+def _trial(adam: Any, device: torch.device) -> bool:
+    """Whether both ways have the same bits, of numbers of all sizes, and of those that are flushed to zero."""
+    from megatron.core.optimizer.optimizer import multi_tensor_applier, multi_tensor_scale_impl
+
+    generator = torch.Generator(device).manual_seed(0)
+    p, g, m, v = torch.randn(4, SIZE, device=device, generator=generator)
+    for x in (p, g, m, v):
+        x *= torch.exp2(torch.randint(-149, 8, x.shape, device=device, generator=generator))
+    v.abs_()
+    first, copy = [x.clone() for x in (p, g, m, v)], p.bfloat16()
+    clipped_adam([(*first, copy)], CLIP, Settings(3, 1.0e-3, (0.9, 0.95), 1.0e-8, 0.1))
+    skipped = torch.zeros(1, dtype=torch.int, device=device)
+    multi_tensor_applier(multi_tensor_scale_impl, skipped, [[g], [g]], CLIP)
+    numbers = 1.0e-3, 0.9, 0.95, 1.0e-8, 3, adam.adam_w_mode, 1, 0.1
+    multi_tensor_applier(adam.multi_tensor_adam, skipped, [[g], [p], [m], [v]], *numbers)
+    pairs = zip((*first, copy), (p, g, m, v, p.bfloat16()), strict=True)
+    return all(same_bits(x, y) for x, y in pairs)
