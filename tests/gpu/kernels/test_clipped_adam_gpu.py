@@ -14,8 +14,8 @@ SIZES = (1 << 17, 4096, 1028, 4)
 
 def library(tensors, clip, settings):
     """The same, kernel by kernel."""
-    import transformer_engine_torch as te
-    from transformer_engine.pytorch.optimizers import multi_tensor_applier
+    from transformer_engine.pytorch.optimizers import multi_tensor_applier  # isort: skip -- it makes the next one known
+    import transformer_engine_torch as te  # isort: skip
 
     p, g, m, v, copies = (list(x) for x in zip(*tensors, strict=True))
     skipped = torch.zeros(1, dtype=torch.int, device="cuda")
