@@ -56,7 +56,7 @@ def variables(rank: int, size: int) -> dict[str, str]:
 
 @contextmanager
 def on_a_cpu():
-    """In the block verl's worker finds a GPU's calls, and Megatron's local layers, which it never asks for."""
+    """In the block verl's worker finds the calls of a GPU."""
     import torch
 
     import tp_invariant_recipes as tpi
@@ -64,14 +64,10 @@ def on_a_cpu():
     from tp_invariant_recipes.start import bridge
 
     bridge.load()
-    from megatron.bridge.models import gpt_provider
-
     with ExitStack() as stack:
         stack.enter_context(cpu.installed())
         stack.enter_context(tpi.invariant(virtual_shards=8, numerics="portable"))
         stack.enter_context(mock.patch.object(torch.cuda, "mem_get_info", return_value=(1 << 40, 1 << 40)))
-        layers = gpt_provider.local_layer_spec
-        stack.enter_context(mock.patch.object(gpt_provider, "transformer_engine_layer_spec", layers))
         yield
 
 

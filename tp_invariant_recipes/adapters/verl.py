@@ -26,6 +26,8 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutRep
 
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, Sampling, check
+from tp_invariant_recipes.replacement import Replacement, apply
+from tp_invariant_recipes.start import bridge
 
 NAME = "tpi"
 GATHERING = 0.02  # seconds in which further requests join a batch
@@ -277,7 +279,24 @@ class Replica(RolloutReplica):
         self.servers, self._server_handle, self._server_address = [server], server, name
 
 
+def _of_its_implementation(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @wraps(original)
+    def layer_spec(config: Any) -> Any:
+        from megatron.bridge.models.gpt_provider import local_layer_spec
+
+        return local_layer_spec(config) if config.transformer_impl == "local" else original(config)
+
+    return layer_spec
+
+
+LAYERS = Replacement(
+    "megatron.bridge.models.gpt_provider:transformer_engine_layer_spec",
+    _of_its_implementation,
+    "Bridge's providers, which verl builds, take Transformer Engine's layers whatever transformer_impl says",
+)
 base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.Rollout"
 RolloutReplicaRegistry.register(NAME, lambda: Replica)
 if "RANK" in os.environ:
     import_module("tp_invariant_recipes.patch_mode")
+    bridge.load()
+    apply([LAYERS])
