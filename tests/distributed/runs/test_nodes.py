@@ -17,6 +17,7 @@ from tests.ledgers import agree, steps
 from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.runs import checkpoints
 
+SKIPPED = pytest.mark.skip(reason="no network interface beside the loopback")
 RUN = ("train", *SAVED, "launcher=slurm", "--continue")
 
 
@@ -117,6 +118,27 @@ def test_two_nodes_compute_what_one_machine_does(finished, whole):
     assert (attempt["outcome"], attempt["job"]["id"]) == ("completed", finished.job)
     assert sorted(file.name for file in (folder / "logs").glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]
     assert [c.step for c in checkpoints.finished(folder / "checkpoints")] == [2, 4]
+
+
+OTHERS = [name for _, name in socket.if_nameindex() if name.startswith("e")]  # network interfaces beside the loopback
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    "count, interface", ((2, "lo"), (4, "lo"), pytest.param(2, *OTHERS[:1] or ("",), marks=() if OTHERS else SKIPPED))
+)
+def test_each_map_of_nodes_and_interface_has_one_ledger(tpi, count, interface):
+    """Of four ranks; a guard digests all that they send to each other."""
+    words = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "tp=2", "dp=2", "iters=3", "ledger.state_digests=1")
+    words += ("guard=products", "guard.collectives=all")
+    tpi("train", *words, "run.dir=one", status=0)
+    nodes = Nodes(tpi, count)
+    more = (f"cluster.ranks_per_node={4 // count}", f"run.dir={tpi.folder}/run", "launcher=slurm", "--continue")
+    variables = {number: {"GLOO_SOCKET_IFNAME": interface} for number in range(count)}
+    statuses, message = nodes("train", *words, *more, environment=variables)
+    nodes.kill()
+    assert set(statuses.values()) == {0}, message
+    assert steps(tpi.folder / "run") == steps(tpi.folder / "one")
 
 
 @pytest.mark.release
