@@ -32,6 +32,14 @@ def test_a_refusal_leaves_no_directory(here):
     assert not where.path.exists()
 
 
+def test_a_campaign_of_resumes_leaves_out_formats_that_no_audit_reads(here):
+    fsdp = configurations.OPTIONS["fsdp"][0]
+    of_steps, of_resumes = begun(here / "1"), begun(here / "2")
+    of_resumes.state.resume_at = 1
+    for campaign_of, allowed in ((of_steps, True), (of_resumes, False)):
+        assert campaign_of._allowed(frozenset(("dp=2", fsdp))) is allowed
+
+
 def test_a_cell_is_configured_as_hydra_composes_it():
     cells, cell = (
         cells_of_layouts_and_losses(),

@@ -138,6 +138,8 @@ class Campaign:
         config = self._cells.configured(cell)
         if config.layout.world > RANKS or check(config):
             return False
+        if self.state.resume_at is not None and resume.saved_as(config) != resume.READ:
+            return False  # as Megatron-FSDP's: a campaign would try it with every other setting
         named = {finding.trial.known for finding in self.state.findings}
         return not any(str(fault) in named for fault in faults.shown(config))
 

@@ -36,10 +36,12 @@ from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.runs.sweep_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.settings import cuda_graphs
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 TRAININGS = UNINTERRUPTED, RESUMED, REPEATED = "uninterrupted", "resumed", "repeated"
 Trainings = tuple[AuditedRun, AuditedRun]
 ADDED = ("numerics=deterministic", "ledger.digests=1")  # where they are not typed
+READ = "torch_dist"
 MORE = 2  # steps after the resume, where iters is not typed
 
 
@@ -74,8 +76,8 @@ def new(
     composed = compose(model, words, device=plan.detect_device())
     if given(sound, "train.train_iters") is None:
         composed = compose(model, [*words, f"iters={at + _more(composed)}"], device=plan.detect_device())
-    if (form := composed.config.section("checkpoint").get("ckpt_format")) != "torch_dist":
-        raise ConfigError(f"checkpoint.ckpt_format={form}: tpi cannot read it; checkpoint.ckpt_format=torch_dist")
+    if (form := saved_as(composed.config)) != READ:
+        raise ConfigError(f"checkpoint.ckpt_format={form}: tpi cannot read it; checkpoint.ckpt_format={READ}")
     where = AuditDir(choose_for_several(directory, f"audit-{model}-resume{at}"))
     first, resumed, repeated = (
         plan.resolve_beside(composed, where.training(name), where.index_cache, how) for name in TRAININGS
@@ -86,6 +88,11 @@ def new(
     load = {"load": str(first.run_dir.checkpoints), "ckpt_step": at, "save": None, "async_save": False}
     resumed = replace(resumed, config=resumed.config.with_fields("checkpoint", **load), start=at)
     return ResumeAudit(where, at, first, resumed, repeated)
+
+
+def saved_as(config: RunConfig) -> Any:
+    """Return the format of a training's checkpoints; an audit of a resume needs READ."""
+    return config.section("checkpoint").get("ckpt_format")
 
 
 def requested(overrides: Sequence[Override], at: int) -> tuple[list[str], list[Override]]:
@@ -200,7 +207,7 @@ def _result(
         ],
         "numerics": config.numerics.mode,
         "layout": audit.first.layout.as_dict(),
-        "format": config.section("checkpoint")["ckpt_format"],
+        "format": saved_as(config),
         "async_save": bool(config.section("checkpoint").get("async_save")),
         "device": audit.first.device,
         **workflow.made(),
