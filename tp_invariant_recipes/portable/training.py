@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.portable.ieee.adam import adam_numbers, adam_step
@@ -76,9 +77,10 @@ def portable_adam(original: type) -> type:
             numbers = adam_numbers(
                 int(state["step"]), float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"]
             )
-            moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+            tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+            here = ([tensor.to_local() if isinstance(tensor, DTensor) else tensor] for tensor in tensors)
             decoupled = group.get("decoupled_weight_decay", original is torch.optim.AdamW)
-            adam_step([parameter], [gradient], *moments, numbers, bool(decoupled))
+            adam_step(*here, numbers, bool(decoupled))
 
     PortableAdam.__name__ = original.__name__
     return PortableAdam

@@ -117,6 +117,31 @@ _GROUPS = {
     **{f"{kind} {FIXED} numerics.expert_groups=1": ("dp=1", "dp=2 ep=2", "dp=4 ep=4") for kind in _EXPERTS_OF},
 }
 
+# --- Megatron-FSDP: a rank keeps whole gradients, or slices of them and one data shard for each sequence ---
+
+_FSDP = f"{DISTRIBUTED} ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy"
+OPTIM, GRADS, PARAMS = (f"{_FSDP}={strategy}" for strategy in ("optim", "optim_grads", "optim_grads_params"))
+SHARDED = "gbs=4 numerics.data_shards=4"
+_SHARDED_EXPERTS = f"{SHARDED} numerics.expert_groups=4"
+_STRATEGIES = {
+    f"{DENSE} iters=20 {SHARDED} {VALIDATED}": (
+        *("", "dp=2", "dp=4"),
+        *(f"{at} {fsdp}" for fsdp in (OPTIM, GRADS, PARAMS) for at in ("dp=2", "dp=4", "tp=2 dp=2")),
+    ),
+    f"{DENSE} iters=2 gbs=8 numerics.data_shards=8 {UNTIED} model.num_layers=2": (
+        "", f"dp=2 {OPTIM} {BUCKETS}", f"dp=2 {GRADS}", f"dp=2 {PARAMS} {RECOMPUTED}", f"dp=1 {PARAMS}",
+    ),
+    f"{DENSE} iters=2 gbs=8 numerics.data_shards=4": ("", f"dp=2 {OPTIM}", f"dp=4 {OPTIM} {BUCKETS}"),
+    f"{_MOE} iters=20 {_SHARDED_EXPERTS} {VALIDATED}": (
+        "", *(f"{at} {fsdp}" for fsdp in (OPTIM, GRADS, PARAMS) for at in ("dp=2 ep=2", "dp=4 ep=2", "tp=2 dp=2 ep=4")),
+        f"tp=2 dp=2 {PARAMS}",
+    ),
+    f"{_MOE} {FIXED} numerics.expert_groups=1": ("", f"dp=2 ep=2 {OPTIM}", f"dp=4 ep=4 {OPTIM} {BUCKETS}"),
+    f"{DENSE} iters=2 {SHARDED} numerics=portable": ("", f"dp=2 {OPTIM}", f"tp=2 dp=2 {PARAMS}"),
+    f"{DENSE} iters=2 {SHARDED} numerics=gather": ("", f"tp=2 dp=2 {PARAMS}"),
+    f"{DENSE} iters=2 {SHARDED} optimizer.optimizer=sgd": ("", f"dp=2 {PARAMS}"),
+}  # fmt: skip
+
 # --- models in FP8 ---
 
 # Two shards whose parts of every sum are multiples of 128.
@@ -299,6 +324,16 @@ _FAMILIES = (
     ("nemotron", f"{_OF_LATENTS} {_SHARDS}", ("dp=1", "dp=2 ep=2", "dp=2 tp=2")),
 )
 
+_FAMILIES += (
+    *((model, f"{_SHARDED_EXPERTS} {more}", ("dp=1", f"dp=2 ep=2 {PARAMS}")) for model, more in (
+        ("nemotron", ""), ("deepseek", _FOUR), ("gpt_oss", "model.calculate_per_token_loss=true"), ("next", NEXT_ALONE),
+        ("qwen3_moe", "model.moe_router_load_balancing_type=global_aux_loss"), ("deepseek", AHEAD),
+    )),
+    ("gpt", SHARDED, ("dp=1", f"tp=2 dp=2 {PARAMS}")),
+    ("gemma3", SHARDED, ("dp=1", f"dp=2 {PARAMS}")),
+    ("qwen3", f"{SHARDED} model.mtp_num_layers=2 {_FOUR}", ("dp=1", f"tp=2 dp=2 {PARAMS}")),
+)  # fmt: skip
+
 # --- Muon ---
 
 MUON = f"{small_models.MUON} ledger.state_digests=1"
@@ -392,8 +427,9 @@ SHORT = {
     PORTABLE: ("tp=1", "tp=2"),
     f"{SHORTEST} numerics=gather": ("tp=1", "tp=2 sp=false"),
     ONE_HYBRID: ("tp=1", "tp=2 ep=2"),
+    f"{SHORTEST} gbs=4 iters=2 numerics.data_shards=4": ("dp=1", f"dp=2 {OPTIM}", f"dp=2 {PARAMS}"),
 }
-ROWS = _STAGES | _CONTEXT | _DATA | _GROUPS | _MUON | _PORTABLE | _FP8 | {STACKED: ("tp=1", "tp=2 ep=2")}
+ROWS = _STAGES | _CONTEXT | _DATA | _GROUPS | _MUON | _PORTABLE | _FP8 | _STRATEGIES | {STACKED: ("tp=1", "tp=2 ep=2")}
 ROWS |= {f"{MODELS[model]} iters=2 {fixed}": layouts for model, fixed, layouts in _FAMILIES}
 
 # Two layouts that stock numerics has; Bridge's OLMoE has none with tp.
@@ -409,7 +445,10 @@ _OF_FAMILIES = (
     ("qwen3", f"gbs=1 {AHEAD} {RECOMPUTED}", _TP),
 )
 STOCK_SHORT = {ONE_HYBRID: ("tp=1", "tp=2 ep=2")}
-STOCK_ROWS = {f"{MODELS[model]} iters=1 {fixed}": layouts for model, fixed, layouts in _OF_FAMILIES} | {
+_OF_FSDP = {
+    f"{DENSE} iters=1 gbs={batch}": ("dp=2", f"dp=2 {fsdp}") for batch, fsdp in ((4, OPTIM), (8, GRADS), (16, PARAMS))
+}
+STOCK_ROWS = {f"{MODELS[model]} iters=1 {fixed}": layouts for model, fixed, layouts in _OF_FAMILIES} | _OF_FSDP | {
     f"{_SHORT} iters=1 {FP32} model.num_layers=1": _TP, f"{_MOE} iters=1 gbs=4": ("dp=2", "dp=2 ep=2"),
     STACKED: ("tp=1", "tp=2 ep=2"),
     **{

@@ -43,8 +43,17 @@ def _unfused(original: Callable) -> Callable[[Any, Any, Any], Any]:
     return preprocessed
 
 
+def _freed_if_possible(original: Callable) -> Callable[[Any], None]:
+    def free(tensor: Any) -> None:
+        if tensor.untyped_storage().resizable():
+            original(tensor)
+
+    return free
+
+
 REPLACEMENTS = (
     Replacement(f"{_ADAPTER}:FullyShardedDataParallel.__init__", _on_cpu, "it takes a CUDA device by default"),
     Replacement(f"{_ADAPTER}:DeviceMesh", _meshes, "its meshes are of CUDA devices"),
     Replacement(f"{_BUFFER}:gradient_reduce_preprocessing", _unfused, "only NCCL scales in a sum"),
+    Replacement(f"{_BUFFER}:_free_storage", _freed_if_possible, "numpy has seen what loops of numerics=portable read"),
 )  # fmt: skip
