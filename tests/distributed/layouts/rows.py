@@ -445,9 +445,7 @@ _OF_FAMILIES = (
     ("qwen3", f"gbs=1 {AHEAD} {RECOMPUTED}", _TP),
 )
 STOCK_SHORT = {ONE_HYBRID: ("tp=1", "tp=2 ep=2")}
-_OF_FSDP = {
-    f"{DENSE} iters=1 gbs={batch}": ("dp=2", f"dp=2 {fsdp}") for batch, fsdp in ((4, OPTIM), (8, GRADS), (16, PARAMS))
-}
+_OF_FSDP = {f"{DENSE} iters=1 gbs={batch}": ("dp=2", f"dp=2 {fsdp}") for batch, fsdp in ((8, GRADS), (16, PARAMS))}
 STOCK_ROWS = {f"{MODELS[model]} iters=1 {fixed}": layouts for model, fixed, layouts in _OF_FAMILIES} | _OF_FSDP | {
     f"{_SHORT} iters=1 {FP32} model.num_layers=1": _TP, f"{_MOE} iters=1 gbs=4": ("dp=2", "dp=2 ep=2"),
     STACKED: ("tp=1", "tp=2 ep=2"),

@@ -6,8 +6,9 @@ The rows are in rows.py. `make test` has the dense model of test_invariance.py a
 
 import pytest
 
-from tests.distributed.layouts.rows import ROWS, SHORT, STOCK_ROWS, STOCK_SHORT
+from tests.distributed.layouts.rows import GRADS, OPTIM, PARAMS, ROWS, SHORT, STOCK_ROWS, STOCK_SHORT
 from tests.distributed.scenario import agree, stock_differs
+from tests.distributed.small_models import SHORTEST
 from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("families")]
@@ -33,3 +34,15 @@ def test_one_ledger_for_all_layouts(request, scenario, words, layouts):
 @pytest.mark.parametrize("words, layouts", _all(STOCK_SHORT, STOCK_ROWS))
 def test_stock_has_two(scenario, words, layouts):
     assert "different at step 1" in stock_differs(scenario(words), layouts)
+
+
+def _added_as_they_come():
+    from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
+
+    ShardCounter._switch = lambda *unused: None
+
+
+@pytest.mark.parametrize("fsdp", (PARAMS, *(pytest.param(fsdp, marks=pytest.mark.release) for fsdp in (OPTIM, GRADS))))
+def test_passes_of_fsdp_that_are_added_as_they_come_differ(scenario, fsdp):
+    run = scenario(f"{SHORTEST} gbs=8 numerics.data_shards=8 dp=2 {fsdp}")
+    assert "different at step 1" in run.compared(run.planted(_added_as_they_come), status=1).stdout
