@@ -156,8 +156,7 @@ class Engine:
                     continue
                 count += 1
                 heartbeat.sign(Phase.LONG_STEP, count)
-                longest = max((s.most for s in plan.running), default=1)
-                passes = self._cache(self._blocks, longest)
+                passes = self._cache(self._blocks, plan.longest)
                 drawing = [span.sequence for span in spans if span.draws]
                 out = passes(spans)
                 for span in spans:

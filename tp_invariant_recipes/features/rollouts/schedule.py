@@ -148,6 +148,7 @@ class Schedule:
         self.waiting, self.running = deque(sequences), list[SampleState]()
         self.blocks, self.most, self.chunk = blocks, most, chunk
         self.preemptions = 0
+        self.longest = 1  # tokens of a sequence that has run, at most
 
     def next(self) -> list[Span]:
         """Return the spans of the next pass: all of one row, or of prompts; empty: all have ended."""
@@ -185,6 +186,7 @@ class Schedule:
             sequence.state = self._states.pop()
             computing.update(names[len(shared) :])
             self.running.append(sequence)
+            self.longest = max(self.longest, sequence.most)
         self.waiting.extendleft(reversed(later))
 
     def _rows(self) -> list[Span]:

@@ -101,7 +101,7 @@ class Backend:
         self._listening: list[Connection] = []
         self._delayed: deque[tuple[Open, Message]] | None = None  # what waits for other weights; None: nothing has to
         self._changed = asyncio.Event()
-        self._out: SimpleQueue[tuple[Connection, Message]] = SimpleQueue()
+        self._out: SimpleQueue[tuple[Connection, Sequence[Message]]] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         Thread(target=self._write, daemon=True).start()
         for number, pipe in enumerate(pipes):
@@ -110,16 +110,17 @@ class Backend:
     def _write(self) -> None:
         """Write to pipes, which may be full."""
         while True:
-            pipe, message = self._out.get()
+            pipe, several = self._out.get()
             try:
-                pipe.send(message)
+                pipe.send(several)
             except OSError:  # its rank has ended, which the launcher sees
                 continue
 
     def _read(self, number: int) -> None:
         try:
             while self.pipes[number].poll():
-                self._take(number, self.pipes[number].recv())
+                for event in self.pipes[number].recv():
+                    self._take(number, event)
         except (EOFError, OSError):
             self._loop.remove_reader(self.pipes[number].fileno())
 
@@ -178,13 +179,23 @@ class Backend:
                 raise Refused(413, f"{count} completions are more than the {self.queue} that may wait (--queue)")
             raise Refused(429, f"{waiting} completions are open, and at most {self.queue} may be (--queue)")
         changed = asyncio.Event()
-        return [self._opened(work, changed) for work in works]
+        opened, joins = [], []
+        for work in works:
+            mine = self._opened(work, changed)
+            join = messages.Join(replace(work.request, id=mine.key), work.request.id, mine.home, work.stream)
+            opened.append(mine)
+            joins.append(join)
+        if self._delayed is None:
+            self._send(*joins)
+        else:
+            self._delayed.extend(zip(opened, joins, strict=True))
+        return opened
 
     def _opened(self, work: Work, changed: asyncio.Event) -> Open:
         request = work.request
         loads = dict.fromkeys(self._homes, 0)
         home = None
-        for each in self.open.values():
+        for each in self.open.values() if len(loads) > 1 else ():
             loads[each.home] += len(each.samples)
             if each.work.request.tokens == request.tokens:  # its prefix is computed there
                 home = each.home
@@ -193,17 +204,14 @@ class Backend:
         mine = Open(next(self._keys), work, home, self.weights.version, samples, changed)
         self.open[mine.key] = mine
         self.metrics.add("tpi_prompt_tokens_total", len(request.tokens))
-        join = messages.Join(replace(request, id=mine.key), request.id, home, work.stream)
-        if self._delayed is not None:
-            self._delayed.append((mine, join))
-        else:
-            self._send(join)
         return mine
 
-    def _send(self, message: Message) -> None:
-        to = [self._homes[message.home]] if isinstance(message, messages.Join) else self._listening
-        for pipe in to:
-            self._out.put((pipe, message))
+    def _send(self, *several: Message) -> None:
+        """Send messages: requests to the rank that listens for theirs, others to all that listen."""
+        for pipe in self._listening:
+            mine = [one for one in several if not isinstance(one, messages.Join) or self._homes[one.home] is pipe]
+            if mine:
+                self._out.put((pipe, mine))
 
     def leave(self, opened: Sequence[Open], *, told: bool) -> None:
         """Let requests end. told: whether somebody waits for what they have become."""
@@ -264,8 +272,7 @@ class Backend:
         finally:
             self.updating = False
             delayed, self._delayed = self._delayed or (), None
-            for _, message in delayed:
-                self._send(message)
+            self._send(*(message for _, message in delayed))
             self.metrics.add("tpi_weight_updates_total", outcome=outcome)
 
     def pause(self, mode: str) -> None:

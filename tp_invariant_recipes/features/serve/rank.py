@@ -21,7 +21,7 @@ from tp_invariant_recipes.features.rollouts.requests import Completion
 from tp_invariant_recipes.features.rollouts.schedule import SampleState
 from tp_invariant_recipes.features.score.rank import Forward, Wanted
 from tp_invariant_recipes.features.serve import messages, weights
-from tp_invariant_recipes.features.serve.messages import Message, Versions, Weights
+from tp_invariant_recipes.features.serve.messages import Event, Message, Versions, Weights
 from tp_invariant_recipes.portable.ieee.draw import request_key
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -99,7 +99,7 @@ class Loop:
         """Serve until `End` comes."""
         if self.tells:
             blocks = self.plan.blocks
-            self.pipe.send(messages.Ready(self.home, self.listens, blocks.count * blocks.size))
+            self.pipe.send([messages.Ready(self.home, self.listens, blocks.count * blocks.size)])
         while not isinstance(self.task, messages.End):
             match self.task:
                 case messages.Score(key, scored):
@@ -146,7 +146,7 @@ class Loop:
         received: list[Message] = []
         if self.listens:
             while self.pipe.poll(IDLE if wait and not received else 0):
-                received.append(self.pipe.recv())
+                received += self.pipe.recv()
         if self.group is None:
             return received
         data = pickle.dumps(received) if received else b""
@@ -168,29 +168,29 @@ class Loop:
         self.plan.waiting.extend(states)
 
     def _leave(self, key: str) -> None:
-        for sample in self.open.pop(key, {}).values():
+        left = self.open.pop(key, {}).values()
+        for sample in left:
             self.plan.leave(sample.state)
-            if self.tells:
-                completion = sample.state.completion(messages.ABORT)
-                self.pipe.send(messages.Ended(completion, sample.versions(self.version)))
+        if self.tells and left:
+            completions = ((sample.state.completion(messages.ABORT), sample) for sample in left)
+            self.pipe.send([messages.Ended(each, sample.versions(self.version)) for each, sample in completions])
 
     def _tell(self, ended: Sequence[Completion]) -> None:
+        """Tell all that a pass has drawn at once."""
+        events: list[Event] = []
         for completion in ended:
             samples = self.open[completion.request]
-            sample = samples.pop(completion.sample)
+            events.append(messages.Ended(completion, samples.pop(completion.sample).versions(self.version)))
             if not samples:
                 del self.open[completion.request]
-            if self.tells:
-                self.pipe.send(messages.Ended(completion, sample.versions(self.version)))
-        if not self.tells:
-            return
         for key, samples in self.open.items():
             for number, sample in samples.items():
                 state, told = sample.state, sample.told
                 if sample.stream and len(state.drawn) > told:
                     sample.told = len(state.drawn)
-                    new = state.drawn[told:], state.log_probabilities[told:]
-                    self.pipe.send(messages.Drawn(key, number, *new))
+                    events.append(messages.Drawn(key, number, state.drawn[told:], state.log_probabilities[told:]))
+        if events and self.tells:
+            self.pipe.send(events)
 
     def _score(self, key: str, scored: Sequence[sequences.Sequence]) -> None:
         """Rank 0 has the scores, and finds one that is no number."""
@@ -201,7 +201,7 @@ class Loop:
         except RunError as error:
             problem = str(error)
         if dist.get_rank() == 0:
-            self.pipe.send(messages.Answer(key, self.version, lines, problem))
+            self.pipe.send([messages.Answer(key, self.version, lines, problem)])
 
     columns = Wanted().columns
 
@@ -217,7 +217,7 @@ class Loop:
                     sample.drawn = [run for run in sample.versions(self.version) if run[1]]
             self.version = new.version
         if dist.get_rank() == 0:
-            self.pipe.send(messages.Answer(key, self.version, problem=problem))
+            self.pipe.send([messages.Answer(key, self.version, problem=problem)])
 
 
 def _gloo_group(ranks: Sequence[int]) -> Any:

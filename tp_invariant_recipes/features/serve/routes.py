@@ -22,9 +22,9 @@ from tp_invariant_recipes.features.serve import bodies, metrics
 from tp_invariant_recipes.features.serve.answers import Choices, Part, Sglang
 from tp_invariant_recipes.features.serve.backend import Backend, Open, Refused
 from tp_invariant_recipes.features.serve.bodies import Prompts
-from tp_invariant_recipes.reading import MIB, TOKENS, parse_object
+from tp_invariant_recipes.reading import TOKENS, parse_object
 
-LARGE = MIB // 4  # bytes of a body that another thread parses
+SMALL = 1 << 14  # bytes of a body that is parsed at once; another thread parses larger ones
 BODY_SECONDS = 60  # that a client has for its body
 RETRY_AFTER = 1  # seconds
 WITHOUT_KEY = ("/health", "/metrics")
@@ -73,9 +73,7 @@ async def body_of(request: Request, most: int) -> dict[str, Any]:
     if not data.strip():
         return {}
     try:
-        if len(data) > LARGE:
-            return await asyncio.to_thread(parse_object, bytes(data), most=TOKENS)
-        return parse_object(bytes(data), most=TOKENS)
+        return await _parsed(request, partial(parse_object, most=TOKENS), bytes(data))
     except ValueError as wrong:
         raise Refused(400, f"the body is not JSON that is taken here: {reason(wrong)}") from wrong
 
@@ -148,12 +146,19 @@ async def _streamed(
         service.backend.leave(opened, told=False)
 
 
+async def _parsed[T](request: Request, parse: Callable[..., T], *arguments: Any) -> T:
+    """Parse a body, a large one in another thread."""
+    length = request.headers.get("content-length", "")
+    small = length.isdecimal() and len(length) < 6 and int(length) < SMALL
+    return parse(*arguments) if small else await asyncio.to_thread(parse, *arguments)
+
+
 def _event(value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 async def _generate(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    works, given, params = await asyncio.to_thread(service.prompts.generate, body)
+    works, given, params = await _parsed(request, service.prompts.generate, body)
     opened = service.backend.submit(works)
     form = Sglang(service.prompts.codec, given, params)
     several = isinstance(given.text, list) or bool(given.input_ids and isinstance(given.input_ids[0], list))
@@ -166,7 +171,7 @@ async def _generate(service: Service, request: Request, body: dict[str, Any]) ->
 
 
 async def _openai(kind: type[bodies.OpenAI], service: Service, request: Request, body: dict[str, Any]) -> Response:
-    works, given = await asyncio.to_thread(service.prompts.openai, kind, body)
+    works, given = await _parsed(request, service.prompts.openai, kind, body)
     opened = service.backend.submit(works)
     form = Choices(service.prompts.codec, given, service.prompts.names[0], opened)
     if given.stream:
@@ -176,7 +181,7 @@ async def _openai(kind: type[bodies.OpenAI], service: Service, request: Request,
 
 
 async def _score(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    sequences = await asyncio.to_thread(service.prompts.score, body)
+    sequences = await _parsed(request, service.prompts.score, body)
     lines, version = await answered(request, (), service.backend, service.backend.score(sequences))
     service.backend.metrics.add("tpi_scored_tokens_total", sum(len(each.tokens) - each.first for each in sequences))
     joined = b", ".join(line.strip() for line in lines)  # as `tpi score` writes them

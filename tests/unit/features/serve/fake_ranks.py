@@ -36,19 +36,22 @@ class FakeRank:
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
-        self.pipe.send(messages.Ready(0, True, TOKENS))
+        self.tell(messages.Ready(0, True, TOKENS))
         while True:
             slow = self.samples and all(m.request.tokens[0] == SLOW for m, *_ in self.samples.values())
             wait = None if not self.samples or self.held else STEP if slow else 0
             while self.pipe.poll(wait):
-                message = self.pipe.recv()
-                self.log.append(message)
-                if isinstance(message, messages.End):
-                    return
-                self.take(message)
+                for message in self.pipe.recv():
+                    self.log.append(message)
+                    if isinstance(message, messages.End):
+                        return
+                    self.take(message)
                 wait = 0
             if not self.held:
                 self.step()
+
+    def tell(self, event: Any) -> None:
+        self.pipe.send([event])
 
     def take(self, message: Any) -> None:
         match message:
@@ -64,7 +67,7 @@ class FakeRank:
                 rows = [
                     {"token_ids": s.tokens[s.first :], "logprobs": [-0.5] * len(s.tokens[s.first :])} for s in scored
                 ]
-                self.pipe.send(messages.Answer(key, self.version, [json.dumps(row).encode() for row in rows]))
+                self.tell(messages.Answer(key, self.version, [json.dumps(row).encode() for row in rows]))
             case messages.Load(key, weights):
                 time.sleep(0.05)
                 problem = "its values are not finite" if weights.version == "nan" else None
@@ -72,7 +75,7 @@ class FakeRank:
                     for _, drawn, runs in self.samples.values():
                         runs.append((self.version, len(drawn) - sum(count for _, count in runs)))
                     self.version = weights.version
-                self.pipe.send(messages.Answer(key, self.version, problem=problem))
+                self.tell(messages.Answer(key, self.version, problem=problem))
 
     def step(self) -> None:
         for place, (message, drawn, _) in [*self.samples.items()]:
@@ -82,14 +85,14 @@ class FakeRank:
                 self.end(place, reason)
             elif message.stream:
                 new = [drawn[-1]], [-len(drawn) / 8]
-                self.pipe.send(messages.Drawn(*place, *new))
+                self.tell(messages.Drawn(*place, *new))
 
     def end(self, place: tuple[str, int], reason: str) -> None:
         _, drawn, runs = self.samples.pop(place)
         values = tuple(-(n + 1) / 8 for n in range(len(drawn)))
         runs = [*runs, (self.version, len(drawn) - sum(count for _, count in runs))]
         completion = Completion(*place, tuple(drawn), values, tuple(1 for _ in drawn), reason)
-        self.pipe.send(messages.Ended(completion, tuple(run for run in runs if run[1])))
+        self.tell(messages.Ended(completion, tuple(run for run in runs if run[1])))
 
 
 def located(source: str, step: int | None) -> Weights:
