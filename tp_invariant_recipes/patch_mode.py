@@ -210,8 +210,7 @@ def _checked_ddp(original: Callable[..., None], numerics: NumericsSettings) -> C
     def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
         import torch
 
-        # Megatron-FSDP is another class, which is refused, and its fields have no effect here.
-        ddp = {k: v for k, v in catalogue.values_of(ddp_config).items() if not k.startswith("megatron_fsdp")}
+        ddp = catalogue.values_of(ddp_config)
         ddp["grad_reduce_in_fp32"] |= config.params_dtype == torch.float32
         _refuse(_problems(config, numerics, ddp=ddp))
         original(self, config, ddp_config, *args, **kwargs)

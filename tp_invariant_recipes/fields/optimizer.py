@@ -130,7 +130,7 @@ DDP = section(
     row(ON, "gradient_reduce_div_fusion", _FSDP),
     row(ON, "fsdp_all_gather_in_start_param_sync", _FSDP, adjust_to=True),
     row(NULL, "suggested_communication_unit_size", _FSDP, COUNT, adjust_to=None),
-    row(only("float32"), "~megatron_fsdp_main_grads_dtype", _FP32, adjust_to="float32"),
+    row(only(None, "float32"), "~megatron_fsdp_main_grads_dtype", _FP32, adjust_to="float32"),
     row(NULL, "megatron_fsdp_grad_comm_dtype", _FSDP, adjust_to=None),
     row(only("float32"), "megatron_fsdp_main_params_dtype", _FSDP),
 )  # fmt: skip

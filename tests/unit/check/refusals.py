@@ -476,6 +476,9 @@ INVARIANT_FSDP, typed: qwen3_toy gbs=4 dp=2 ddp.use_megatron_fsdp=true ledger.di
     taken: gbs=8 numerics.data_shards=8 | ddp.data_parallel_sharding_strategy=optim_grads_params |
         ddp.data_parallel_sharding_strategy=optim gbs=8 | numerics=portable | tp=2 |
         ddp.data_parallel_sharding_strategy=optim ddp.overlap_grad_reduce=true
+INVARIANT_FSDP_FIELDS: qwen3_toy gbs=4 dp=2 ddp.use_megatron_fsdp=true optimizer.use_distributed_optimizer=true
+        ddp.data_parallel_sharding_strategy=optim
+    limits: ddp.megatron_fsdp_main_grads_dtype=null
 INVARIANT_FSDP_EXPERTS, typed: qwen3_moe_toy gbs=4 dp=2 ddp.use_megatron_fsdp=true ledger.digests=0
         optimizer.use_distributed_optimizer=true numerics.data_shards=4
         ddp.data_parallel_sharding_strategy=optim_grads numerics.expert_groups=4

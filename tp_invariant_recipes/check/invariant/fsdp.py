@@ -8,6 +8,7 @@ from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
 
+_GRADIENTS = "ddp.megatron_fsdp_main_grads_dtype"
 _STRATEGY, _DDP = "ddp.data_parallel_sharding_strategy", "ddp.use_megatron_fsdp=false"
 
 
@@ -15,6 +16,8 @@ def _limits(config: RunConfig) -> Iterator[Problem]:
     """Yield what an invariant run cannot have beside FSDP."""
     if config.fsdp == "no_shard":
         yield Problem(f"{_STRATEGY}=no_shard", "it shards nothing, as DistributedDataParallel", _DDP)
+    if config.at(_GRADIENTS) is None:
+        yield Problem(f"{_GRADIENTS}=null", "FSDP would add gradients in the weights' dtype", f"{_GRADIENTS}=float32")
     if cuts_sequences(config):
         cut = "model.context_parallel_size=1 numerics.context_shards=1"
         yield Problem("", "FSDP has no gradients of context shards", f"{cut}, or {_DDP}")
