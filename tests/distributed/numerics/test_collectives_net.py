@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.distributed.guard_faults import Done, InTransit
 from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
-from tp_invariant_recipes.features.guard.collectives import CollectiveNet, found
+from tp_invariant_recipes.features.guard.collectives import CollectiveNet, Slot, found
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums import symmetric_memory, tree
 from tp_invariant_recipes.replacement import applied
@@ -124,6 +124,17 @@ def test_without_the_net_nobody_says_a_word():
     for rank, of_rank in enumerate(results):
         assert all(said == [None] * 3 for said, _ in of_rank)
         assert [changed for _, changed in of_rank[1:]] == [rank == 1] * 4
+
+
+def test_ranks_may_name_other_modules():
+    """Which is no fault, and hides none."""
+    pairs = (("all-gather", (0, 1), " in a", " in b", 7, 7), ("send", (0, 1), "", "", 5, 6))
+    sent = [(Slot(name, ranks, 0, (1,), here, True), there) for name, ranks, here, _, there, _ in pairs]
+    received = [(Slot(name, ranks, 0, (1,), here, False), there) for name, ranks, _, here, _, there in pairs]
+    assert found(3, [sent[:1], received[:1]]) is None
+    finding = found(3, [sent, received])
+    assert finding.details["unlike"] == ["send over ranks 0, 1: sent by 0, received otherwise by 1"]
+    assert (finding.step, finding.ranks) == (3, (0, 1))
 
 
 def many(mesh, steps, share):

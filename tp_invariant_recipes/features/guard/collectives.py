@@ -16,7 +16,6 @@ maxima, counts and exact sums are not covered.
 
 import functools
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.module import GraphableMegatronModule
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
@@ -41,7 +41,6 @@ SLOTS = 1 << 20  # of a rank's table, which cannot grow once a CUDA graph adds t
 WHY = "NCCL and Gloo do not check what they have moved"
 Rows = tuple[Tensor, int]
 Takes = list[Callable[[], None]]
-LAYER = re.compile(r"(.+\.)?layers\.\d+")  # Transformer Engine captures no module with hooks
 
 
 class Slot(NamedTuple):
@@ -112,7 +111,7 @@ class CollectiveNet:
     def __init__(self, share: int, rank: int) -> None:
         self.share, self.rank = share, rank
         self.messages = 0
-        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._counts: Counter[tuple[str, tuple[int, ...], Any]] = Counter()
         self._step: int | None = None
         self._groups: dict[Any, tuple[int, ...]] = {}
         self._slots: list[Slot] = []
@@ -195,8 +194,8 @@ class CollectiveNet:
         if group not in self._groups:
             self._groups[group] = tuple(dist.get_process_group_ranks(group))
         ranks = tuple(self._groups[group][n] for n in between) or self._groups[group]
-        number = self._counts[operation, ranks]
-        self._counts[operation, ranks] += 1
+        number = self._counts[operation, ranks, group]
+        self._counts[operation, ranks, group] += 1
         if (number + self._step) % self.share:
             return None
         return Transfer(self, operation, ranks, number, self._modules.where())
@@ -274,7 +273,7 @@ class _Modules:
 
     def hook(self, model: Sequence[Any]) -> None:
         for name, module in (pair for chunk in model for pair in named_modules(unwrapped(chunk))):
-            if not LAYER.fullmatch(name):
+            if not isinstance(module, GraphableMegatronModule):  # Transformer Engine captures no module with hooks
                 self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
                 self._handles.append(module.register_forward_hook(partial(self._leave, name)))
 
@@ -299,15 +298,19 @@ class _Modules:
 def found(step: int, everyone: Iterable[list[tuple[Slot, int]]]) -> SilentDataCorruption | None:
     """Return the first message that arrived as another one. everyone: each rank's table, in order of first use."""
     totals: Counter[tuple[str, tuple[int, ...], int, int, str]] = Counter()
+    pairs: Counter[tuple[Any, ...]] = Counter()  # ranks may differ in which module they name
     order: dict[tuple[Any, ...], int] = {}
     for table in everyone:
         for place, (slot, value) in enumerate(table):
             for target in slot.targets:
                 pair = slot.operation, slot.ranks, slot.source, target
-                totals[*pair, slot.where] += value if slot.is_sent else -value
+                totals[*pair, slot.where] += (change := value if slot.is_sent else -value)
+                pairs[pair] += change
                 if not slot.is_sent:
                     order[*pair, slot.where] = place
-    unlike = sorted((order.get(key, SLOTS), key) for key, total in totals.items() if total % 2**64)
+    unlike = sorted(
+        (order.get(key, SLOTS), key) for key, total in totals.items() if total % 2**64 and pairs[key[:-1]] % 2**64
+    )
     if not unlike:
         return None  # of the host's network, not of these messages
     shown = []
