@@ -234,3 +234,62 @@ def sinks_of_another_head() -> None:
         return forward
 
     _wrapped(FusedScaleMaskSoftmax, "forward", make)
+
+
+def _sharded_gradients(change: Callable[[Any, Callable[[], Any]], None]) -> None:
+    """What Megatron-FSDP does to sum one pass's gradients. change: given the pipeline's buffers of it, and the sum."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
+
+    def make(original):
+        def changed(self, buckets, *args, **more):
+            buffers = [self.get_fsdp_buffer(number) for number in buckets]
+            change(buffers, lambda: original(self, buckets, *args, **more))
+
+        return changed
+
+    _wrapped(fsdp.GradReducePipeline, "_bucket_group_gradient_reduce", make)
+
+
+def shards_of_the_last_micro_batch() -> None:
+    """NVIDIA/Megatron-LM#7186, in version 1 of FSDP: each pass overwrites the shard that the ones before have left."""
+
+    def change(buffers, reduce):
+        for buffer in buffers:
+            buffer.get_shard_from_local_buffer().zero_()
+        reduce()
+
+    _sharded_gradients(change)
+
+
+def shards_averaged_twice() -> None:
+    """The sum over ranks is divided by their number once more."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
+
+    def make(original):
+        return lambda gradient, factor, config: original(gradient, factor * factor, config)
+
+    _wrapped(fsdp, "gradient_reduce_preprocessing", make)
+
+
+def a_shard_not_reduced() -> None:
+    """The second rank's shard has its own gradients alone."""
+
+    def change(buffers, reduce):
+        shards = [buffer.get_shard_from_local_buffer() for buffer in buffers]
+        before = [shard.clone() for shard in shards]
+        passes = [buffer.get_shard_from_bucket(buffer.fetch_bucket()).clone() for buffer in buffers]
+        reduce()
+        for shard, was, own in zip(shards, before, passes, strict=True) if os.environ["RANK"] == "1" else ():
+            shard.copy_(was + own / 2)
+
+    _sharded_gradients(change)
+
+
+def a_stale_shard_of_weights() -> None:
+    """After a step the second rank gathers the weights that it had before."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
+
+    def make(original):
+        return lambda self: None if os.environ["RANK"] == "1" else original(self)
+
+    _wrapped(fsdp.ParamAndGradBuffer, "copy_main_weights_to_model_weights", make)

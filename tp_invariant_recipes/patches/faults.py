@@ -152,7 +152,34 @@ def splits_muon_in_blocks(config: RunConfig) -> bool:
     return blocks and config.layout.tp > 1
 
 
+def adds_rounded_gradients(config: RunConfig) -> bool:
+    """Whether FSDP's buffers of gradients have the dtype of the weights, which are in bf16."""
+    return bool(config.fsdp and config.mixed_precision and config.at("ddp.megatron_fsdp_main_grads_dtype") is None)
+
+
+def scales_gradients_of_experts_again(config: RunConfig) -> bool:
+    """Whether FSDP sums each micro-batch's gradients of experts that one rank alone has."""
+    layout, batch = config.layout, config.train["global_batch_size"]
+    alone = config.shape.experts and layout.world == layout.pp * layout.etp * layout.ep
+    several = batch > config.train["micro_batch_size"] * layout.dp
+    return bool(config.fsdp in ("optim_grads", "optim_grads_params") and alone and several and layout.dp > 1)
+
+
+_FSDP = "distributed/fsdp/src/megatron_fsdp/"
+
 FAULTS = (
+    Fault("gradients of FSDP", "no report yet",
+        "Megatron-FSDP does not read ddp.grad_reduce_in_fp32 and adds gradients in the dtype of the weights, without "
+        "ddp.megatron_fsdp_main_grads_dtype=float32",
+        adds_rounded_gradients, "^gradients/",
+        Form("distributed/fsdp/mcore_fsdp_adapter.py", "__init__",
+            has="main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype", lacks="grad_reduce_in_fp32"),
+        shows=lambda config: False),  # at the sizes of a test it is less than rounding moves
+    Fault("experts of one rank under FSDP", "Megatron-LM #6660 and #6773",
+        "where ep is dp, each micro-batch divides the gradients of the ones before by dp again",
+        scales_gradients_of_experts_again, r"^(gradients|updates)/.*experts",
+        Form(f"{_FSDP}megatron_fsdp.py", "__init__",
+            has='self.is_delay_grad_reduce = self.data_parallel_sharding_strategy in ["no_shard", "optim"]')),
     Fault("norm of attention sinks", "Megatron-LM #7452, finding 8, and #7530",
         "the clipping norm has the attention sinks of one tensor-parallel rank alone", core.split_sinks, "^norm/",
         patch=core.SINKS),

@@ -52,8 +52,6 @@ UNFOLLOWED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("peft.dim", (ACTIVATIONS, LOSS, FIRST_STEP)),  # frozen weights need fewer activations and no gradient
     # The sequences of a row are computed one by one, and how long they are is the data's.
     ("dataset.enable_offline_packing", (ACTIVATIONS, LOSS, FIRST_STEP)),
-    ("ddp.use_megatron_fsdp", (WEIGHTS, GRADIENTS, OPTIMIZER)),
-    ("dist.use_torch_fsdp2", (WEIGHTS, GRADIENTS, OPTIMIZER)),
 )
 
 
@@ -166,7 +164,13 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     step = _of_step(config, at, trained, matrices.largest)
     working[LOSS] = max(working[LOSS], step - standing)
     working[GRAPHS] = _of_graphs(config, batch, held, step, _in_flight(config, at, stage))
-    return {**_states(config, at, weights, trained, lookups, matrices), ACTIVATIONS: standing, **working}
+    units = [sum((size.weights(config.shape, part) for part in layer), Weights()) for layer in held]
+    inner = sum((unit * count for unit, count in zip(units, held.values(), strict=True)), Weights())
+    states = _states(config, at, weights, trained, lookups, matrices)
+    if config.fsdp:
+        largest = max(sum(_held(unit, at)) for unit in units)
+        states |= _in_shards(config, at, weights, sum(_held(inner, at)), largest)
+    return {**states, ACTIVATIONS: standing, **working}
 
 
 def _tied(config: RunConfig, at: Layout) -> bool:
@@ -211,6 +215,32 @@ def _states(
         WEIGHTS: standing,
         GRADIENTS: _gradient(config, half) * _summed(config, at, dense + lookups, experts),
         OPTIMIZER: _of_optimizer(optimizer, half) * owned - FP32 * single_moment,
+    }
+
+
+def _in_shards(config: RunConfig, at: Layout, weights: Weights, inner: int, largest: int) -> dict[str, int]:
+    """Weights, gradients and the optimizer's state of a rank under Megatron-FSDP (observe/fsdp.py).
+
+    inner: parameters of the rank's layers, of which the last strategy has two whole at a time, and all else always.
+    largest: of the largest layer. Gradients that are sharded are whole, bucket by bucket, until they are summed.
+    """
+    (dense, experts), strategy = _held(weights, at), config.fsdp
+    whole, ranks = dense + experts, at.dp * at.cp
+    shard = dense // ranks + experts // max(1, at.world // (at.pp * at.etp * at.ep))
+    held, summed = whole, whole
+    if ranks > 1 and strategy == "optim_grads":
+        slices = (max(1, (config.numerics.data_shards or 1) // at.dp)).bit_length()
+        summed = slices * shard + min(whole, 2 * (config.section("ddp").get("bucket_size") or whole))
+    elif ranks > 1 and strategy == "optim_grads_params":
+        slices, outer = (max(1, (config.numerics.data_shards or 1) // at.dp)).bit_length(), whole - inner
+        held, summed = shard + outer + 2 * largest, slices * shard + max(outer, 2 * largest)
+    half, optimizer = activations.element(config), config.section("optimizer")
+    gradient = FP32 if config.at("ddp.megatron_fsdp_main_grads_dtype") else half
+    owned = whole if strategy == "no_shard" else shard
+    return {
+        WEIGHTS: half * held,
+        GRADIENTS: gradient * summed,
+        OPTIMIZER: (FP32 + _of_optimizer(optimizer, FP32)) * owned,
     }
 
 

@@ -11,6 +11,7 @@ from tests.distributed.small_models import DENSE, small
 TWO = f"{DENSE} gbs=2"
 EXPERTS = f"{small('qwen3_moe_toy')} model.num_layers=1 gbs=2"
 FP8 = f"{DENSE} seq=128 gbs=1 tp=2 numerics=tree precision=fp8_tensorwise model.kv_channels=32"
+SHARDED = f"{DENSE} gbs=4 dp=2 ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy=optim_grads_params"
 LAYER = "decoder.layers.0"
 ATTENTION, MLP = f"{LAYER}.self_attention", f"{LAYER}.mlp"
 DOUBLED, HALVED = "constant ratio 2 (added twice)", "constant ratio 0.5 (half is missing)"
@@ -46,6 +47,10 @@ BUGS = (
     ),
     (bugs.loss_scaled_twice, f"{TWO} cp=2 numerics=tree", "backward", "output_layer", DOUBLED),
     (bugs.positions_shifted_on_a_rank, f"{TWO} cp=2 numerics=tree", "forward", f"{ATTENTION}.core_attention", None),
+    (bugs.shards_of_the_last_micro_batch, SHARDED, "gradients", "decoder.final_layernorm", None),
+    (bugs.shards_averaged_twice, SHARDED, "gradients", "decoder.final_layernorm", HALVED),
+    (bugs.a_shard_not_reduced, SHARDED, "gradients", "decoder.final_layernorm", None),
+    (bugs.a_stale_shard_of_weights, SHARDED, "forward", "embedding.word_embeddings", None),
     (bugs.gradients_not_averaged, f"{TWO} dp=2", "gradients", "decoder.final_layernorm", MEAN),
 )  # fmt: skip
 

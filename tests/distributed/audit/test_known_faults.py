@@ -15,7 +15,10 @@ def configured(words: str):
 pytestmark = pytest.mark.usefixtures("bridge", "here")
 EXPERTS = "qwen3_moe_toy gbs=4 tp=2"
 # Words of a run, the fault that strikes it without its patch, a neighbour that it does not strike.
+SHARDED = "dp=2 gbs=4 ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy=optim_grads"
 ROWS = (
+    ("gradients of FSDP", f"qwen3_toy {SHARDED} ddp.megatron_fsdp_main_grads_dtype=null", f"qwen3_toy {SHARDED}"),
+    ("experts of one rank under FSDP", f"qwen3_moe_toy {SHARDED} ep=2", f"qwen3_moe_toy {SHARDED}"),
     (
         "norm of attention sinks",
         "qwen3_toy tp=2 model.softmax_type=learnable",
@@ -76,6 +79,7 @@ OUTPUT, ROUTER = "backward/output_layer/output", "backward/decoder.layers.1.mlp.
 GLOBAL = "qwen3_moe_toy gbs=4 model.moe_router_load_balancing_type=global_aux_loss"
 MASKED = "qwen3_toy cp=2 model.mtp_num_layers=1 dataset.eod_mask_loss=true"
 BIASES = f"{EXPERTS} model.add_bias_linear=true patches.off=[core-expert-bias-sum]"
+EXPERT = "decoder.layers.3.mlp.experts.7.linear_fc2.weight"
 BLOCKWISE = ROWS[-1][1]
 # A run, the name of its first tensor beyond rounding, the fault that it shows.
 SHOWN = (
@@ -91,6 +95,7 @@ SHOWN = (
     (f"{MASKED} model.calculate_per_token_loss=true", OUTPUT, "mask of MTP"),
     (MASKED, "forward/output_layer/output", None),  # a tied weight
     (BLOCKWISE, "updates/decoder.layers.0.self_attention.linear_proj.weight", "blocks of Muon"),
+    (f"qwen3_moe_toy {SHARDED} ep=2", f"gradients/{EXPERT}", "experts of one rank under FSDP"),
     (BLOCKWISE, "updates/embedding.word_embeddings.weight", None),  # which Adam updates
 )
 

@@ -204,3 +204,22 @@ def test_a_slip_of_the_keyboard_is_estimated_at_once():
 
 def test_sizes_are_those_of_the_code_that_the_estimate_may_not_import():
     assert memory.PIECE == bucket_reduction.PIECE
+
+
+# Strategy -> GiB of weights, gradients and the optimizer's state of a rank, of four and of one.
+IN_SHARDS = {
+    "no_shard": ((5.19, 10.39, 31.16), (5.19, 10.39, 31.16)),
+    "optim": ((5.19, 10.39, 7.79), (5.19, 10.39, 31.16)),
+    "optim_grads": ((5.19, 12.98, 7.79), (5.19, 10.39, 31.16)),
+    "optim_grads_params": ((4.34, 7.23, 7.79), (5.19, 10.39, 31.16)),
+}
+
+
+@pytest.mark.parametrize("strategy, amounts", IN_SHARDS.items())
+def test_each_strategy_of_fsdp_has_its_parts(strategy, amounts):
+    """Without FSDP a rank of four has 5.19, 10.39 and 7.79 GiB."""
+    sharded = f"ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy={strategy} cuda_graph=off"
+    for dp, amount in zip((4, 1), amounts, strict=True):
+        estimated = estimate("qwen3_8b", f"dp={dp} gbs=4 model.num_layers=8 numerics=stock {sharded}")
+        assert tuple(round(estimated.parts[part] / GIB, 2) for part in memory.COUNTED) == amount
+        assert not estimated.unfollowed

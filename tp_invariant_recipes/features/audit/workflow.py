@@ -346,10 +346,10 @@ def _warmup(config: RunConfig) -> int:
 
 
 def _steps(config: RunConfig) -> int:
-    """As many as show all: two where weights are gathered late; with graphs two that replay."""
+    """As many as show all: two where weights are gathered late, or from shards; with graphs two that replay."""
     if cuda_graphs.requested(config.model):
         return _warmup(config) + 2
-    return 2 if config.section("ddp").get("overlap_param_gather") else 1
+    return 2 if config.section("ddp").get("overlap_param_gather") or config.fsdp else 1
 
 
 def _first(config: RunConfig, steps: int, problems: list[str]) -> int:
