@@ -137,24 +137,24 @@ def tensor_names(model: Any) -> set[str]:
     return names
 
 
-def named_modules(model: Any) -> list[tuple[str, Any]]:
-    """Return the modules that may be hooked, under their names in the whole model."""
-    return [(name, module) for name, module, _ in _modules(model)]
+def named_modules(model: Any, *, every: bool = False) -> list[tuple[str, Any]]:
+    """Return the modules that may be hooked, or every module, under their names in the whole model."""
+    return [(name, module) for name, module, _ in _modules(model, every=every)]
 
 
-def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
+def _modules(model: Any, *, every: bool = False) -> list[tuple[str, Any, ModuleRow | None]]:
     """Return the modules to hook, under their names in the whole model, each with its row."""
     hooked: list[tuple[str, Any, ModuleRow | None]] = []
     met = set()
 
     def visit(module: Any, path: tuple[str, ...], unplaced: bool) -> None:
-        if id(module) in met or class_names(module) & set(NOTHING):
+        if id(module) in met or (class_names(module) & set(NOTHING) and not every):
             return
         met.add(id(module))
         name = ".".join(path) or ROOT
         row = None if unplaced else row_of(module, name)
         hooked.append((name, module, row))
-        if row is not None and row.below == "skipped":
+        if row is not None and row.below == "skipped" and not every:
             return
         for child, inner in module.named_children():
             below = unplaced or (row is not None and row.below == "unplaced")

@@ -11,13 +11,13 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from tp_invariant_recipes.observe.module_hooks import named_modules
 from tp_invariant_recipes.observe.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.observe.shards import gather_weights, unwrapped
 from tp_invariant_recipes.runs.sweep_dir import AuditedRun, RankRecord, State
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 
 _LONGEST = 24  # characters of a value that a verdict shows
-_LAYERS = ("layers",)  # lists of modules that a pipeline stage has a part of
 
 
 class ResumeRecording:
@@ -72,7 +72,7 @@ class ResumeRecording:
 
         for chunk in map(unwrapped, model) if graphs != FULL else ():
             self._handles.append(chunk.register_forward_pre_hook(read, with_kwargs=True))
-            for name, module in named_modules(chunk) if graphs in (None, "none") else ():
+            for name, module in named_modules(chunk, every=True) if graphs in (None, "none") else ():
                 if isinstance(module, Router):
                     routed = _routed(f"tokens per expert of {name}", add)
                     self._handles.append(module.register_forward_hook(routed))
@@ -92,7 +92,7 @@ def states(context: Any) -> Iterator[tuple[str, Any]]:
     context: Bridge's, of `on_train_step_start`. A tensor is this rank's part.
     """
     chunks = [unwrapped(chunk) for chunk in context.model]
-    modules = [(name, module) for chunk in chunks for name, module in named_modules(chunk)]
+    modules = [(name, module) for chunk in chunks for name, module in named_modules(chunk, every=True)]
     names = {}
     for name, module in modules:
         for own, parameter in module.named_parameters(recurse=False):
@@ -161,18 +161,6 @@ def _captured(modules: list[tuple[str, Any]]) -> int:
 
     whole = sum(graph is not None for graph in FullCudaGraphWrapper.cuda_graph.values())
     return whole + sum(len(getattr(module, "cuda_graphs", None) or ()) for _, module in modules)
-
-
-def named_modules(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every module under its name in the whole model: layers of a pipeline stage count from the first stage's."""
-
-    def visit(module: Any, name: str, layers: bool) -> Iterator[tuple[str, Any]]:
-        yield name, module
-        for child, inner in module.named_children():
-            number = str(inner.layer_number - 1) if layers and hasattr(inner, "layer_number") else child
-            yield from visit(inner, f"{name}.{number}".removeprefix("."), child in _LAYERS)
-
-    yield from visit(chunk, "", False)
 
 
 def described(value: Any) -> State:
