@@ -35,8 +35,8 @@ Segments = tuple[int, ...]  # the size of each
 ROOM = 2**26
 
 # kind of sum -> whether the segmented-K GEMM, or a batch, had the bits of fixed-tile GEMMs.
-_restarting_is_exact: dict[tuple[Any, ...], bool] = {}
-_batch_is_exact: dict[tuple[Any, ...], bool] = {}
+_restarting_is_exact = cublas.Verdicts("segmented-K GEMM")
+_batch_is_exact = cublas.Verdicts("batch")
 
 
 def nodes(

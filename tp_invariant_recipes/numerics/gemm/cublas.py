@@ -6,23 +6,34 @@ exactness check's operands cancel (numerics/gemm/probe.py): on others an output 
 TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (numerics/layers/attention.py).
 """
 
+import hashlib
 import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import tp_invariant_recipes
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.machine.versions import PACKAGES, installed
 from tp_invariant_recipes.numerics.gemm.operands import like, same_bits
 from tp_invariant_recipes.numerics.gemm.probe import cancelling, residue
+from tp_invariant_recipes.start import cache as start_cache
+from tp_invariant_recipes.start.forking import DRIVER
 
 CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute what a trial has decided both ways, on the operands of the run, and compare
 TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried
 # What cuBLAS says of strides or alignment that it does not take. Any other error of an exactness check is an error of
 # the run.
 LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
+
+FOLDER, MOST = "exact", 64  # of the user's cache, and how many files it holds: one for each GPU and its software
+OF_GEMMS = ("CUBLAS", "CUDNN", "NVTE_", "NVIDIA_", "TRITON", "TORCH_BLAS", "CUDA_DEVICE_MAX")  # in names of variables
 
 # a, b, out, add: out = a @ b, or out += a @ b, with fp32 accumulation, rounded once to out's dtype.
 # FP8 operands are `Quantized`.
@@ -56,10 +67,21 @@ def capturing(operand: Tensor) -> bool:
     return operand.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+class Verdicts(dict[tuple[Any, ...], bool]):
+    """What exactness checks have found, by kind: a process finds it again on the same GPU with the same software.
+
+    name: of the checks.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
 def tried(
     decided: dict[tuple[Any, ...], bool], kind: tuple[Any, ...], operand: Tensor, trial: Callable[[], bool]
 ) -> bool:
-    """Return what an exactness check of this kind has found, once a process.
+    """Return what an exactness check of this kind has found, once a process; of `Verdicts`, once a GPU.
 
     While a CUDA graph is captured nothing is tried: False.
     """
@@ -67,12 +89,45 @@ def tried(
     if exact is None:
         if capturing(operand):
             return False
-        _running.append(kind)
-        try:
-            decided[kind] = exact = trial()
-        finally:
-            _running.pop()
+        keeps = isinstance(decided, Verdicts) and operand.is_cuda
+        file, kept = _kept(operand.get_device()) if keeps else ("", {})
+        key = f"{getattr(decided, 'name', '')} {kind}"
+        exact = kept.get(key)
+        if exact is None:
+            _running.append(kind)
+            try:
+                kept[key] = exact = trial()
+            finally:
+                _running.pop()
+            if file:
+                start_cache.keep(file, kept)
+        decided[kind] = exact
     return exact
+
+
+@cache
+def _kept(device: int) -> tuple[str, dict[str, bool]]:
+    """Return the name of the file of a GPU, and what it holds; "": nothing tells the driver's version."""
+    try:
+        digest = hashlib.sha256(repr(_state(device)).encode())
+    except OSError:
+        return "", {}
+    file = f"{FOLDER}/{digest.hexdigest()}"
+    with suppress(OSError, ValueError):
+        return file, {str(kind): bool(exact) for kind, exact in dict(start_cache.find(file)).items()}
+    start_cache.prune(FOLDER, MOST)
+    return file, {}
+
+
+def _state(device: int) -> tuple[Any, ...]:
+    """Return what decides the bits of a GPU's GEMMs beside their kind: the GPU, libraries, variables, our sources."""
+    ours = Path(tp_invariant_recipes.__file__).parent
+    sources = [source for package in ("kernels", "numerics") for source in (ours / package).rglob("*.py")]
+    return (
+        str(torch.cuda.get_device_properties(device).uuid), DRIVER.read_bytes(), [*map(installed, PACKAGES.values())],
+        sorted(item for item in os.environ.items() if any(word in item[0] for word in OF_GEMMS)),
+        start_cache.stamp([*sources, *(Path(folder) for folder in sys.path if folder.endswith("-packages"))]),
+    )  # fmt: skip
 
 
 _running: list[tuple[Any, ...]] = []  # the kinds that are tried, one within another

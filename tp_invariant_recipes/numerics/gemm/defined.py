@@ -9,8 +9,6 @@ numerics=portable has these GEMMs everywhere. numerics=tree has them on GPUs, an
 it does not ask whether a GPU adds as a Hopper does: there fixed-tile GEMMs are the definition, on the GPU at hand.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -38,7 +36,7 @@ def by_fixed_tile_gemm(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 
 
 # kind of GEMM -> whether cuBLAS had the bits of fixed-tile GEMMs.
-_cublas_is_exact: dict[tuple[Any, ...], bool] = {}
+_cublas_is_exact = cublas.Verdicts("GEMM")
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Split = 1, add: bool = False) -> Tensor:

@@ -27,7 +27,7 @@ NOT_TAKEN = (*cublas.LAYOUT_NOT_TAKEN, "Unable to find any suitable algorithms")
 RECIPES = {"tensor": 0, "1x128": 4, "128x128": 5}  # of torch.nn.functional.ScalingType
 
 # kind of GEMM -> whether cuBLAS had the bits of fixed-tile GEMMs.
-_is_exact: dict[tuple[Any, ...], bool] = {}
+_is_exact = cublas.Verdicts("FP8 GEMM")
 
 
 def matches_definition(a: Quantized, b: Quantized, out: Tensor, add: bool, defined: cublas.Product) -> bool:

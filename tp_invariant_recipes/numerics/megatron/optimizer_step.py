@@ -22,7 +22,7 @@ SIZE, CLIP = 5000, 0.37  # of the exactness check: elements, the last of which f
 
 # Of the step under way: by optimizer, what its gradients are to be multiplied by, and the tensors of its groups.
 _clips: dict[int, tuple[float, list[list[Parameter]]]] = {}
-_is_exact: dict[tuple[Any, ...], bool] = {}
+_is_exact = cublas.Verdicts("AdamW")
 
 
 def clipping_with_the_step(original: Callable[..., None]) -> Callable[..., None]:
