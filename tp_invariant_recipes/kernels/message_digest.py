@@ -9,14 +9,16 @@ The Triton kernel reads every word once. It computes the keys, and needs nothing
 may hold it.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.digest import SEEDS, WORDS, lanes, splitmix
-from tp_invariant_recipes.kernels.launch import Kernel, TensorPart, alignment
+from tp_invariant_recipes.kernels.digest import SEEDS, WORDS, keys, splitmix
+from tp_invariant_recipes.kernels.launch import Kernel, alignment
 
 COLUMNS = 1024  # of a message as a table
 ROWS = 8  # of it that one program reads
@@ -46,14 +48,18 @@ def add_digests(messages: Tensor, table: Tensor, slot: int, number: int) -> None
         constants = (messages.element_size(), alignment(messages.stride(0)), SEEDS, ROWS, COLUMNS)
         KERNEL.launch(grid, (messages, table), numbers, constants)
         return
-    whole = messages.shape[1] // COLUMNS * COLUMNS
-    for n, message in enumerate(messages):
-        rows, rest = message[:whole].view(-1, COLUMNS), message[whole:].view(1, -1)
-        parts = [TensorPart(rows, 0, 0), TensorPart(rest, len(rows), 0)]
-        total = lanes([part for part in parts if part.values.numel()])[:, 0].sum()
-        table[slot + n] += total * factor(number)
+    count, n = messages.shape
+    height = -(-n // COLUMNS)
+    of = keys(max(height, COLUMNS), messages.device)
+    rows = of.rows.numpy().view(np.uint32)[:height, 0].astype(np.uint64)
+    columns = of.columns.numpy().view(np.uint64)[:COLUMNS, 0]
+    padded = np.zeros((count, height * COLUMNS), np.uint64)
+    padded[:, :n] = messages.numpy().view(f"u{messages.element_size()}")
+    sums = np.einsum("r,mrc->mc", rows, padded.reshape(count, height, COLUMNS)) * columns
+    table[slot : slot + count] += torch.from_numpy(sums.sum(1).view(np.int64)).to(table.device) * factor(number)
 
 
+@lru_cache(maxsize=1 << 16)
 def factor(number: int) -> int:
     """Return the odd number that stands for the number of a message, as int64."""
     return int((splitmix(np.array([number + SEEDS[2]], np.uint64)) | np.uint64(1)).view(np.int64)[0])
