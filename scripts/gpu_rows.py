@@ -137,6 +137,14 @@ AS_PUBLISHED = (
     "model.attention_backend=unfused"
 )
 PEERS = "qwen3_0p6b model.num_layers=8 seq=2048 gbs=2 iters=8 ledger.state_digests=1"
+MESSAGES = "guard=products guard.collectives=all"
+WAYS = (
+    "device.peer_memory=always",
+    *(
+        f"device.peer_memory=never cluster.environment.{variable}"
+        for variable in ("NCCL_ALGO=Ring", "NCCL_PROTO=Simple", "NCCL_PROTO=LL", "NCCL_PROTO=LL128")
+    ),
+)
 DRAWN = "numerics=deterministic numerics.initial_weights=megatron model.use_cpu_initialization=true"
 
 SCORE = "score {}/run {}/sequences.jsonl"
@@ -323,6 +331,15 @@ ROWS = {
         ),
         f"compare {' '.join(f'{{}}/{n}-{choice}' for n in range(4) for choice in ('never', 'auto', 'always'))}",
     ),
+    **{
+        f"transport-{gpus}": measured(
+            gpus,
+            "one ledger by each of NCCL's algorithms and protocols, and over symmetric memory",
+            *(f"train {PEERS} {MESSAGES} {layout} {way} run.dir={{}}/{n}" for n, way in enumerate(WAYS)),
+            f"compare {' '.join(f'{{}}/{n}' for n in range(len(WAYS)))}",
+        )
+        for gpus, layout in ((2, "tp=2"), (4, "tp=2 dp=2"))
+    },
     "portable-experts-4": same_ledger(
         4,
         "numerics=portable with experts in MXFP8",
