@@ -252,6 +252,10 @@ def test_a_second_signal_ends_the_server_at_once(shared, folder):
         server.process.until(lambda: "a second signal ends it now" in server.process.stderr)
         assert server.end() == 130
         assert opened.result().status_code == 503
+    starting = shared.start("serve", "qwen3", "--port", "0")
+    starting.until(lambda: children(starting.pid))
+    os.kill(starting.pid, signal.SIGTERM)
+    assert starting.wait() == 130
 
 
 REFUSED = (

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that are open, between HTTP and the ranks. All methods run in the server's event loop, but `fail`."""
+"""The requests that are open, between HTTP and the ranks. All methods run in the event loop of the server."""
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -99,7 +98,8 @@ class Backend:
         self._ready: dict[int, messages.Ready] = {}
         self._homes: dict[int, Connection] = {}
         self._listening: list[Connection] = []
-        self._delayed: deque[tuple[Open, Message]] | None = None  # what waits for other weights; None: nothing has to
+        self._delayed: dict[Open, Message] = {}  # what waits for other weights, while `_delays`
+        self._delays = False
         self._changed = asyncio.Event()
         self._out: SimpleQueue[tuple[Connection, Sequence[Message]]] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -129,10 +129,11 @@ class Backend:
             case messages.Ready():
                 self._ready[number] = event
                 self._count_ready()
-            case messages.Drawn(key, sample, tokens, log_probabilities) if key in self.open:
-                mine = self.open[key]
-                mine.samples[sample].tokens += tokens
-                mine.samples[sample].log_probabilities += log_probabilities
+            case messages.Drawn(key, number, tokens, log_probabilities, versions) if key in self.open:
+                mine, sample = self.open[key], self.open[key].samples[number]
+                sample.tokens += tokens
+                sample.log_probabilities += log_probabilities
+                sample.versions = versions
                 mine.changed.set()
             case messages.Ended(completion, versions) if completion.request in self.open:
                 mine = self.open[completion.request]
@@ -185,10 +186,10 @@ class Backend:
             join = messages.Join(replace(work.request, id=mine.key), work.request.id, mine.home, work.stream)
             opened.append(mine)
             joins.append(join)
-        if self._delayed is None:
-            self._send(*joins)
+        if self._delays:
+            self._delayed.update(zip(opened, joins, strict=True))
         else:
-            self._delayed.extend(zip(opened, joins, strict=True))
+            self._send(*joins)
         return opened
 
     def _opened(self, work: Work, changed: asyncio.Event) -> Open:
@@ -218,15 +219,14 @@ class Backend:
         for mine in opened:
             if mine.key not in self.open:
                 continue
-            waiting = [] if self._delayed is None else [pair for pair in self._delayed if pair[0] is mine]
-            for pair in waiting:
-                assert self._delayed is not None
-                self._delayed.remove(pair)
-            if not waiting:
-                self._send(messages.Leave(mine.key))
-            for sample in mine.samples if waiting else ():
-                sample.reason = sample.reason or messages.ABORT
-            if waiting or not told:
+            if mine in self._delayed:
+                del self._delayed[mine]
+                for sample in mine.samples:
+                    sample.reason = messages.ABORT
+                self._close(mine)
+                continue
+            self._send(messages.Leave(mine.key))
+            if not told:
                 self._close(mine)
 
     async def score(self, sequences: Sequence[ScoredSequence]) -> tuple[list[bytes], str]:
@@ -259,7 +259,7 @@ class Backend:
             if abort:
                 self.leave([*self.open.values()], told=True)
             if abort or not self.paused:
-                self._delayed = deque()
+                self._delays = True
                 while len(self.open) > len(self._delayed):
                     self._changed.clear()
                     await self._changed.wait()
@@ -270,9 +270,9 @@ class Backend:
         except TpiError as error:
             raise Refused(400, str(error), "model_path") from error
         finally:
-            self.updating = False
-            delayed, self._delayed = self._delayed or (), None
-            self._send(*(message for _, message in delayed))
+            self.updating = self._delays = False
+            self._send(*self._delayed.values())
+            self._delayed.clear()
             self.metrics.add("tpi_weight_updates_total", outcome=outcome)
 
     def pause(self, mode: str) -> None:
@@ -293,7 +293,7 @@ class Backend:
         self.check()
         if self.open:
             raise Refused(400, f"{len(self.open)} requests are open; pause with mode=abort, or wait")
-        self._send(messages.Forget())
+        self._send(messages.Hold(self.paused is not None, forget=True))
 
     def drain(self) -> None:
         """Take no new requests, and end when all that are open have ended. Paused ones are aborted."""

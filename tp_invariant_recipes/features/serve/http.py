@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from tp_invariant_recipes.features.serve import routes
-from tp_invariant_recipes.features.serve.backend import READY, Backend
+from tp_invariant_recipes.features.serve.backend import STARTING, Backend
 from tp_invariant_recipes.features.serve.bodies import Prompts
 from tp_invariant_recipes.features.serve.messages import Weights
 
@@ -67,9 +67,9 @@ class Http:
             raise RuntimeError("the HTTP thread has ended")
 
     @property
-    def ready(self) -> bool:
-        """Whether requests are taken."""
-        return self.backend is not None and self.backend.state == READY
+    def state(self) -> str:
+        """Whether requests are taken: as of `Backend`."""
+        return self.backend.state if self.backend is not None else STARTING
 
     def drain(self) -> None:
         """Take no new requests, and end the ranks when the last open one has ended."""

@@ -47,15 +47,10 @@ class Leave:
 
 @dataclass(frozen=True)
 class Hold:
-    """Make no pass from now on, or make passes again. forget: give back the blocks of all sequences."""
+    """Make no pass from now on, or make passes again. forget: give back the blocks of all sequences and prefixes."""
 
     held: bool
     forget: bool = False
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Forget the prefixes whose keys are in the cache."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class End:
     """Leave the loop."""
 
 
-Message = Join | Leave | Hold | Forget | Score | Load | End
+Message = Join | Leave | Hold | Score | Load | End
 
 
 @dataclass(frozen=True)
@@ -96,12 +91,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class Drawn:
-    """New tokens of a sample."""
+    """New tokens of a sample. versions: of all its tokens."""
 
     key: str
     sample: int
     tokens: Sequence[int]
     log_probabilities: Sequence[float]
+    versions: Versions
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,6 @@ class Loop:
                         self.held = held
                         if forget:
                             self.plan.forget()
-                    case messages.Forget():
-                        self.plan.forget()
                     case _:
                         self.task = message
                         return False
@@ -188,7 +186,8 @@ class Loop:
                 state, told = sample.state, sample.told
                 if sample.stream and len(state.drawn) > told:
                     sample.told = len(state.drawn)
-                    events.append(messages.Drawn(key, number, state.drawn[told:], state.log_probabilities[told:]))
+                    new, versions = slice(told, None), sample.versions(self.version)
+                    events.append(messages.Drawn(key, number, state.drawn[new], state.log_probabilities[new], versions))
         if events and self.tells:
             self.pipe.send(events)
 

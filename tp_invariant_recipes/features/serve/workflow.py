@@ -22,6 +22,7 @@ from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, RunError, reason, refuse
 from tp_invariant_recipes.features.inference.model import Model, model_of
 from tp_invariant_recipes.features.rollouts import prompts
+from tp_invariant_recipes.features.serve.backend import READY, STARTING
 from tp_invariant_recipes.features.serve.bodies import Prompts
 from tp_invariant_recipes.features.serve.messages import Weights
 from tp_invariant_recipes.launch import local, train
@@ -133,13 +134,13 @@ def _until_the_end(http: "Http", plan: Plan, serves: RankFn, console: Console) -
 
         def tick() -> None:
             http.start()  # not before ranks are forked
-            if http.ready:
+            if http.state == READY:
                 say(f"{http.url}: ready")
-            if noted.signals:
+            if noted.requests > 1 or (noted.signals and http.state == STARTING):
+                stop.requests = 2
+            elif noted.signals:
                 http.drain()
                 say("the server ends when its open requests have ended; a second signal ends it now")
-            if noted.requests > 1:
-                stop.requests = noted.requests
 
         reason = "the server was stopped"
         try:

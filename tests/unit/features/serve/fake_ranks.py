@@ -61,7 +61,7 @@ class FakeRank:
             case messages.Leave(key):
                 for place in [place for place in self.samples if place[0] == key]:
                     self.end(place, messages.ABORT)
-            case messages.Hold(held):
+            case messages.Hold(held, _):
                 self.held = held
             case messages.Score(key, scored):
                 rows = [
@@ -84,8 +84,7 @@ class FakeRank:
             if reason:
                 self.end(place, reason)
             elif message.stream:
-                new = [drawn[-1]], [-len(drawn) / 8]
-                self.tell(messages.Drawn(*place, *new))
+                self.tell(messages.Drawn(*place, [drawn[-1]], [-len(drawn) / 8], ((self.version, len(drawn)),)))
 
     def end(self, place: tuple[str, int], reason: str) -> None:
         _, drawn, runs = self.samples.pop(place)
@@ -119,7 +118,7 @@ def served(
     http.start()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=http.url, timeout=30, headers=headers, trust_env=False) as client:
-        while not http.ready:
+        while http.state != "ready":
             time.sleep(0.005)
         try:
             yield client, rank, http

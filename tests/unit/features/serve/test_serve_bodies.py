@@ -9,7 +9,9 @@ from contextlib import suppress
 import httpx
 import pytest
 
+from tests.source_trees import PROJECT
 from tests.unit.features.serve.fake_ranks import SLOW, served
+from tp_invariant_recipes.features.serve import bodies, routes
 
 pytest.importorskip("uvicorn")
 
@@ -143,6 +145,30 @@ def test_a_wrong_body_is_one_clear_error(server, route, body, status, key, text)
     assert good(client)
 
 
+def test_every_key_is_documented():
+    text = (PROJECT / "docs" / "serve.md").read_text()
+    kinds = [*vars(bodies).values()]
+    kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, bodies.Body)]
+    keys = {key for kind in kinds for key in (*kind.model_fields, *kind.idle)} - {"include_usage"}
+    assert len(keys) > 80
+    assert sorted(key for key in keys if f"`{key}`" not in text) == []
+    assert sorted(route for route in (*routes.POST, *routes.GET) if f"{route}`" not in text) == []
+
+
+def test_a_stream_that_nobody_reads_holds_up_nobody(server):
+    client, _, http = server
+    keys = {"input_ids": [5], "stream": True, "return_logprob": True, "sampling_params": {"max_new_tokens": 3000}}
+    body = json.dumps(keys).encode()
+    streams = [connected(http) for _ in range(8)]
+    for stream in streams:
+        stream.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    for _ in range(5):
+        assert good(client)
+    for stream in streams:
+        stream.close()
+    until(lambda: not http.backend.open)
+
+
 def connected(http) -> socket.socket:
     host, port = http.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)))
@@ -183,8 +209,6 @@ def test_half_a_body_and_a_silent_client_hold_up_nobody(server):
 
 
 def test_a_slow_body_is_refused(server, monkeypatch):
-    from tp_invariant_recipes.features.serve import routes
-
     client, _, http = server
     monkeypatch.setattr(routes, "BODY_SECONDS", 0.1)
     with connected(http) as stream:

@@ -211,7 +211,7 @@ def test_new_requests_wait_for_weights_that_are_being_loaded():
         until(lambda: rank.samples)
         update = threading.Thread(target=ask, args=(client, "/update_weights_from_disk"), kwargs={"model_path": "v1"})
         update.start()
-        until(lambda: http.backend.updating and http.backend._delayed is not None)
+        until(lambda: http.backend._delays)
         second = client.post("/update_weights_from_disk", json={"model_path": "v2"})
         assert (second.status_code, second.json()["error"]["code"]) == (409, 409)
         assert ask(client, input_ids=[5])["meta_info"]["weight_version"] == "v1"
