@@ -24,6 +24,7 @@ from tp_invariant_recipes.kernels import (
     delta_rule,
     group_norm,
     launch,
+    message_digest,
     rms_norm,
     row_sums,
     tree_add,
@@ -180,6 +181,7 @@ def launches(rows):
     whole, counts, keys = fp32(rows, VOCABULARY), fake(rows, dtype=torch.int32), fake(rows, 3, dtype=torch.int64)
     draw.kept(whole, of_rows, fake(rows, 4, dtype=torch.float64))
     draw.race(whole, of_rows, counts, of_rows, keys, fake(rows, 2, dtype=torch.int32))
+    message_digest.add_digests(message_digest.words(fake(8, rows, HIDDEN)), fake(16, dtype=torch.int64), 0, 0)
     mxfp8.sides(fake(rows // mxfp8.BLOCK * mxfp8.BLOCK, HIDDEN), E4M3)
 
 
