@@ -2,8 +2,10 @@
 """What a collective changes in transit is found and named: four Gloo ranks, and a step of messages of each kind."""
 
 import os
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -135,6 +137,21 @@ def test_ranks_may_name_other_modules():
     finding = found(3, [sent, received])
     assert finding.details["unlike"] == ["send over ranks 0, 1: sent by 0, received otherwise by 1"]
     assert (finding.step, finding.ranks) == (3, (0, 1))
+
+
+def test_a_step_may_end_before_a_message_is_waited_for():
+    """Gloo would wait for ever for a message that was waited for."""
+    waits = Mock()
+    net = CollectiveNet(1, 0)
+    net._table = torch.zeros(8, dtype=torch.int64)
+    net.step_begins(1)
+    net._groups["group"] = (1, 0)
+    transfer = net.begin("send", "group", (0, 1))
+    work = net.issued(waits, "group", [partial(transfer.received, torch.ones(1, 3), 0)])
+    net.step_ends()
+    assert (waits.wait.call_count, int(net._last[1].any())) == (1, 1)
+    assert work.wait()
+    assert waits.wait.call_count == 1
 
 
 def many(mesh, steps, share):

@@ -95,6 +95,8 @@ class Arriving:
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """As of torch's Work."""
+        if not self.takes and not torch.cuda.is_initialized():
+            return True  # Gloo can wait for a message but once
         result = self._work.wait(*args, **kwargs) if self._work is not None else None
         takes, self.takes = self.takes, []  # and keep the messages no longer
         for take in takes:
@@ -153,7 +155,7 @@ class CollectiveNet:
         """Add up the table; the host does not wait for it."""
         pending, self._pending = self._pending, []
         for work in pending:
-            if work.takes:  # a message of Gloo can be waited for but once
+            if work.takes:
                 work.wait()
         step, self._step = self._step, None
         if step is None:
@@ -212,9 +214,7 @@ class CollectiveNet:
                 targets = [ranks] if which == "all" else [(rank,) for rank in ranks]
                 self._slots += [Slot(operation, ranks, self.rank, to, where, True) for to in targets]
             if len(self._slots) > SLOTS:
-                raise RunError(
-                    f"guard.collectives: more than {SLOTS} pairs of ranks and modules; guard.collectives=off"
-                )
+                raise RunError(f"guard.collectives: {SLOTS} pairs of ranks and modules; guard.collectives=off")
         if rows.is_cuda:
             self._streams |= set() if torch.cuda.is_current_stream_capturing() else {torch.cuda.current_stream()}
         self.messages += len(rows)
@@ -224,14 +224,13 @@ class CollectiveNet:
         """Return what stands for a Work. arriving: what to digest once it has been waited for."""
         if group in self._coalescing:
             self._coalescing[group] += arriving
-            return work
-        if not arriving:
-            return work
-        self._pending.append(Arriving(work, arriving))
-        if work is None:  # the current stream waits for it
-            self._pending.pop().wait()
-            return None
-        return self._pending[-1]
+        elif arriving:
+            arrives = Arriving(work, arriving)
+            if work is not None:
+                self._pending.append(arrives)
+                return arrives
+            arrives.wait()  # the current stream waits for it
+        return work
 
     def _method(self, original: Callable[..., Any], messages: Callable[..., list[Message]]) -> Callable[..., Any]:
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
