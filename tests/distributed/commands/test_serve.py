@@ -154,22 +154,18 @@ def test_tokens_have_the_bits_of_the_weights_that_they_name(shared, folder, word
     server = Server(shared, "qwen3", *words.split())
     first = httpx.get(f"{server.url}/get_model_info", trust_env=False).json()["weight_version"]
     asked = {"input_ids": [5, 6, 7], "sampling_params": LONG, "return_logprob": True}
-    with ThreadPoolExecutor(2) as pool:
-        opened = pool.submit(server.post, "/generate", asked)
-        count = drawn(server, 1)
+    with httpx.stream("POST", f"{server.url}/generate", json=asked | {"stream": True}, timeout=300) as stream:
+        parts = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {"))
+        count = len(next(parts)["output_ids"])
         assert server.post("/pause_generation", {"mode": "retract"}).status_code == 200
-        for source, why in (
-            (folder / "deeper", "num_layers=3"),
-            ("nowhere", "no such folder"),
-            (torn(folder), "damaged"),
-        ):
-            refused = server.post("/update_weights_from_disk", {"model_path": str(source)})
+        for source, why in (("deeper", "num_layers=3"), ("nowhere", "no such folder"), (torn(folder), "damaged")):
+            refused = server.post("/update_weights_from_disk", {"model_path": str(folder / source)})
             assert (refused.status_code, why in refused.text) == (400, True), refused.text
         updated = server.post("/update_weights_from_disk", {"model_path": str(folder / "next")})
         assert updated.status_code == 200, updated.text
         second = updated.json()["weight_version"]
         server.post("/continue_generation", {})
-        answer = opened.result().json()
+        answer = [*parts][-1]
     assert [version for version, _ in versions(answer)] == [first, second]
     before = versions(answer)[0][1]
     assert count <= before < 400
@@ -190,10 +186,10 @@ def test_tokens_have_the_bits_of_the_weights_that_they_name(shared, folder, word
     assert server.end() == 0
 
 
-def drawn(server, least: int) -> int:
-    """Wait until a stream of the same tokens has so many."""
-    body = {"input_ids": [5, 6, 7], "sampling_params": LONG | {"max_new_tokens": least}}
-    return len(server.post("/generate", body).json()["output_ids"])
+def opened(server, count: int) -> None:
+    """Wait until so many completions are open."""
+    asked = f"{server.url}/get_server_info"
+    server.process.until(lambda: httpx.get(asked, trust_env=False).json()["open_completions"] == count)
 
 
 def torn(folder: Path) -> Path:
@@ -212,13 +208,13 @@ def test_a_killed_rank_ends_the_server_within_ten_seconds(shared, folder, words)
     server = Server(shared, "qwen3", *words.split())
     with ThreadPoolExecutor(4) as pool:
         body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 20_000}}
-        opened = [pool.submit(server.post, "/generate", body) for _ in range(4)]
-        drawn(server, 1)
+        posts = [pool.submit(server.post, "/generate", body) for _ in range(4)]
+        opened(server, 4)
         begun = time.monotonic()
         os.kill(max(children(server.process.pid)), signal.SIGKILL)
         assert server.process.wait() == 2
         assert time.monotonic() - begun < 10
-        answers = [each.result() for each in opened]
+        answers = [each.result() for each in posts]
     assert [answer.status_code for answer in answers] == [503] * 4
     assert all("was killed by SIGKILL" in answer.text for answer in answers)
     assert "was killed by SIGKILL" in server.process.stderr
@@ -233,12 +229,12 @@ def test_sigterm_of_the_whole_group_answers_what_is_open(shared, folder):
     """As a service manager sends it: to the launcher and to all ranks."""
     server = Server(shared, "qwen3")
     with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(server.post, "/generate", {"input_ids": [5, 6, 7], "sampling_params": LONG})
-        drawn(server, 1)
+        post = pool.submit(server.post, "/generate", {"input_ids": [5, 6, 7], "sampling_params": LONG})
+        opened(server, 1)
         for rank in children(server.process.pid):
             os.kill(rank, signal.SIGTERM)
         assert server.end() == 0
-        assert len(opened.result().json()["output_ids"]) == 400
+        assert len(post.result().json()["output_ids"]) == 400
 
 
 @pytest.mark.release
@@ -246,12 +242,12 @@ def test_a_second_signal_ends_the_server_at_once(shared, folder):
     server = Server(shared, "qwen3")
     with ThreadPoolExecutor(1) as pool:
         body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 60_000}}
-        opened = pool.submit(server.post, "/generate", body)
-        drawn(server, 1)
+        post = pool.submit(server.post, "/generate", body)
+        opened(server, 1)
         os.kill(server.process.pid, signal.SIGTERM)
         server.process.until(lambda: "a second signal ends it now" in server.process.stderr)
         assert server.end() == 130
-        assert opened.result().status_code == 503
+        assert post.result().status_code == 503
     starting = shared.start("serve", "qwen3", "--port", "0")
     starting.until(lambda: children(starting.pid))
     os.kill(starting.pid, signal.SIGTERM)
