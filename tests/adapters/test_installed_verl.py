@@ -5,6 +5,7 @@ import asyncio
 import importlib.util
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +106,42 @@ def test_verls_own_rollout_does_not(folder):
     print(f"{int((rollout != old).sum())} of {old.numel()} differ, at most by {(rollout - old).abs().max():.3g}")
     assert (rollout - old).abs().max() < 0.1  # it is the same model
     assert (rollout != old).sum() > old.numel() / 2
+
+
+def test_verls_servers_and_clients_on_ray(folder, monkeypatch):
+    """verl's manager launches the replica, and its client asks through verl's balancer."""
+    from types import SimpleNamespace
+
+    import ray
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    import tp_invariant_recipes.adapters.verl  # noqa: F401
+
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise it writes a token into the home directory
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": root}})
+    try:
+        process = ray.remote(verl_toy.Process).remote(folder)
+        config = verl_toy.configuration(folder, "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
+        manager = LLMServerManager.create(config, SimpleNamespace(workers=[process], world_size=1))
+        client = manager.get_client()
+        params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+
+        async def answers():
+            asked = (client.generate(f"{n}", prompt_ids=[*p], sampling_params=params) for n, p in enumerate(prompts))
+            return await asyncio.gather(*asked)
+
+        prompts = [prompt for prompt in PROMPTS for _ in range(ANSWERS)]
+        (replica,) = manager.get_replicas()
+        for step in (3, 4):
+            ray.get(process.update_weights.remote(step))
+            outputs = asyncio.run(answers())
+            assert {output.extra_fields["global_steps"] for output in outputs} == {step}
+            asyncio.run(replica.sleep())
+            old = ray.get(process.old_log_prob.remote(prompts, [output.token_ids for output in outputs]))
+            assert [number for output in outputs for number in output.log_probs] == old
+    finally:
+        ray.shutdown()
 
 
 def shape(function):

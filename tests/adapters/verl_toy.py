@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own worker of actor and rollout on a CPU, and GRPO's steps as verl's trainer makes them."""
 
+import asyncio
 import os
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -80,8 +81,8 @@ def configuration(folder: Path, *overrides: str):
         return compose("ppo_megatron_trainer", [f"actor_rollout_ref.model.path={folder}", *OVERRIDES, *overrides])
 
 
-def worker(folder: Path, tp: int):
-    """verl's worker, whose rollout is bound to its actor."""
+def worker(folder: Path, tp: int, *, bound: bool = True):
+    """verl's worker. bound: whether its rollout is bound to its actor."""
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     from tp_invariant_recipes.adapters import verl as adapter
@@ -89,7 +90,8 @@ def worker(folder: Path, tp: int):
     of_tp = (f"actor_rollout_ref.{part}.tensor_model_parallel_size={tp}" for part in ("actor.megatron", "rollout"))
     made = ActorRolloutRefWorker(configuration(folder, *of_tp).actor_rollout_ref, role="actor_rollout")
     made.init_model()
-    adapter.bind(made)
+    if bound:
+        adapter.bind(made)
     return made
 
 
@@ -144,3 +146,25 @@ class Batch:
 def set_variables(rank: int, size: int) -> None:
     """Of this process, which ends with the test."""
     os.environ |= variables(rank, size)
+
+
+class Process:
+    """A Ray actor with verl's worker, as verl's trainer starts one for a GPU."""
+
+    def __init__(self, folder):
+        set_variables(0, 1)
+        self.host = on_a_cpu()
+        self.host.__enter__()
+        import torch.distributed as dist
+
+        import tp_invariant_recipes.adapters.verl  # noqa: F401
+
+        dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=0, world_size=1)  # verl takes NCCL
+        self.worker_dict = {"actor_rollout": worker(folder, 1, bound=False)}
+
+    def update_weights(self, step):
+        asyncio.run(self.worker_dict["actor_rollout"].update_weights(global_steps=step, mode="naive"))
+
+    def old_log_prob(self, prompts, answers):
+        batch = Batch(prompts, answers)
+        return batch.old_log_prob(self.worker_dict["actor_rollout"])[batch.answered].tolist()

@@ -70,18 +70,18 @@ class Generation(GenerationInterface):
             for n in rows
         ]
         self.calls += 1
-        completions = next(result for result in self._on_all(complete, requests) if result is not None)
+        completions = next(result for result in self._on_all(call, "generate", requests) if result is not None)
         return type(data)(outputs(prompts, completions, config["_pad_token_id"]))
 
     def prepare_for_generation(self, *_: Any, **__: Any) -> bool:
         """Note that the weights may have changed."""
-        self._on_all(refit)
+        self._on_all(call, "refit")
         return True
 
     def finish_generation(self, *_: Any, release_gpu: bool = True, **__: Any) -> bool:
         """Free the caches, unless release_gpu=False."""
         if release_gpu:
-            self._on_all(release)
+            self._on_all(call, "release")
         return True
 
     shutdown = finish_generation
@@ -150,17 +150,7 @@ def bind(worker: Any, decode: Callable[[list[int]], str] | None) -> None:
     model_utils.DistributedLogprob = model_utils.ChunkedDistributedLogprob = LogProbabilities
 
 
-def complete(worker: Any, requests: Sequence[Request]) -> list[Completion] | None:
-    """Complete requests, the same on all ranks. returns: the completions, on rank 0."""
-    completions = worker.tpi_engine.generate(requests)
-    return completions if dist.get_rank() == 0 else None
-
-
-def refit(worker: Any) -> None:
-    """Note that the weights of a rank may have changed."""
-    worker.tpi_engine.refit()
-
-
-def release(worker: Any) -> None:
-    """Free the cache of a rank."""
-    worker.tpi_engine.release()
+def call(worker: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of a rank's engine, with the same arguments on all. returns: its result, on rank 0."""
+    result = getattr(worker.tpi_engine, method)(*arguments)
+    return result if dist.get_rank() == 0 else None
