@@ -78,9 +78,9 @@ def portable_adam(original: type) -> type:
                 int(state["step"]), float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"]
             )
             tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-            here = ([tensor.to_local() if isinstance(tensor, DTensor) else tensor] for tensor in tensors)
+            p, g, m, v = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
             decoupled = group.get("decoupled_weight_decay", original is torch.optim.AdamW)
-            adam_step(*here, numbers, bool(decoupled))
+            adam_step([p], [g], [m], [v], numbers, bool(decoupled))
 
     PortableAdam.__name__ = original.__name__
     return PortableAdam
