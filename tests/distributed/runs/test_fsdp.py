@@ -125,3 +125,13 @@ def test_a_checkpoint_without_shards_is_not_read_under_fsdp(tpi):
     tpi("train", *SAVED.split(), "run.dir=run", status=0)
     refused = tpi("train", "--resume", "run", "iters=4", *f"{SHARDED}optim".split(), status=2)
     assert "it holds no DTensors of Megatron-FSDP; ddp.use_megatron_fsdp=false" in refused.stderr
+
+
+@pytest.mark.release
+def test_an_invariant_run_resumes_on_other_ranks_and_has_the_ledger_of_ddp(tpi):
+    words = f"{DENSE} gbs=4 numerics.data_shards=4 scheduler.lr_decay_iters=6 validation.eval_iters=1"
+    tpi("train", *f"{words} iters=6 run.dir=ddp".split(), status=0)
+    tpi("train", *f"{words} iters=2 save=2 dp=2 {SHARDED}optim_grads_params run.dir=run".split(), status=0)
+    tpi("train", "--resume", "run", "iters=4", "dp=4", status=0)
+    tpi("train", "--resume", "run", "iters=6", "dp=2", "ddp.data_parallel_sharding_strategy=optim", status=0)
+    tpi("compare", "ddp", "run", status=0)
