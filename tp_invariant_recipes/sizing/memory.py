@@ -227,12 +227,12 @@ def _in_shards(config: RunConfig, at: Layout, weights: Weights, inner: int, larg
     (dense, experts), strategy = _held(weights, at), config.fsdp
     whole, ranks = dense + experts, at.dp * at.cp
     shard = dense // ranks + experts // max(1, at.world // (at.pp * at.etp * at.ep))
-    held, summed = whole, whole
+    held, summed = whole, _summed(config, at, dense, experts)
+    slices = _counted(max(1, (config.numerics.data_shards or 1) // at.dp), 1, alone=True)
     if ranks > 1 and strategy == "optim_grads":
-        slices = (max(1, (config.numerics.data_shards or 1) // at.dp)).bit_length()
         summed = slices * shard + min(whole, 2 * (config.section("ddp").get("bucket_size") or whole))
     elif ranks > 1 and strategy == "optim_grads_params":
-        slices, outer = (max(1, (config.numerics.data_shards or 1) // at.dp)).bit_length(), whole - inner
+        outer = whole - inner
         held, summed = shard + outer + 2 * largest, slices * shard + max(outer, 2 * largest)
     half, optimizer = activations.element(config), config.section("optimizer")
     gradient = FP32 if config.at("ddp.megatron_fsdp_main_grads_dtype") else half

@@ -223,3 +223,14 @@ def test_each_strategy_of_fsdp_has_its_parts(strategy, amounts):
         estimated = estimate("qwen3_8b", f"dp={dp} gbs=4 model.num_layers=8 numerics=stock {sharded}")
         assert tuple(round(estimated.parts[part] / GIB, 2) for part in memory.COUNTED) == amount
         assert not estimated.unfollowed
+
+
+def test_sums_of_data_shards_under_fsdp_are_whole_where_gradients_are():
+    run = "qwen3_8b gbs=16 model.num_layers=8 dp=4 numerics.data_shards=16 ddp.use_megatron_fsdp=true cuda_graph=off"
+    optim, grads = (
+        estimate(*f"{run} ddp.data_parallel_sharding_strategy={strategy}".split(maxsplit=1)).parts
+        for strategy in ("optim", "optim_grads")
+    )
+    whole = 10.39  # four shards of a rank, of which two are added in one pass
+    assert optim[memory.GRADIENTS] / GIB == pytest.approx(2 * whole, abs=0.01)
+    assert grads[memory.GRADIENTS] / GIB == pytest.approx((2 / 4 + 1) * whole, abs=0.01)

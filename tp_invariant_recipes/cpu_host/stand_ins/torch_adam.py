@@ -52,9 +52,9 @@ def _states_of_empty_shards(original: Any) -> Callable[..., dict[str, Any]]:
 
     def sharded_state(self: Any, is_loading: bool = False) -> dict[str, Any]:
         states = self.optimizer.state
-        step = next((state["step"] for state in states.values()), torch.tensor(0.0))
+        step = max((state["step"] for state in states.values()), default=torch.tensor(0.0))
         for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
-            if not states[parameter]:
+            if not states[parameter] or not parameter.to_local().numel():  # a step that was loaded grows no further
                 moments = {key: torch.zeros_like(parameter) for key in self.optimizer_state_keys}
                 states[parameter] = {"step": step.clone(), **moments}
         return original(self, is_loading)
