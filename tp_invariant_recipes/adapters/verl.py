@@ -30,6 +30,7 @@ from tp_invariant_recipes.replacement import Replacement, apply
 from tp_invariant_recipes.start import bridge
 
 NAME = "tpi"
+REJECTED = "the replica takes no requests until generation resumes"
 GATHERING = 0.02  # seconds in which further requests join a batch
 # Fields of verl's sections that the rollout supports with one value only -> that value.
 ROLLOUT = {
@@ -171,19 +172,22 @@ class Server:
     ) -> TokenOutput:
         """Complete a prompt. TpiError: lists what the rollout does not support; RuntimeError: it takes no requests."""
         if self.rejects:
-            raise RuntimeError("the replica takes no requests until generation resumes")
+            raise RuntimeError(REJECTED)
         others |= {"image_data": image_data, "video_data": video_data}
         refuse([f"{name}: the rollout completes text only" for name, value in others.items() if value])
         request = self.request(prompt_ids, sampling_params, request_id)
-        check([request, *(waiting for waiting, _ in self.waiting.values())], self.vocabulary, None, text=True)
+        check([request], self.vocabulary, self.config.max_model_len, text=True)
+        if request.id in self.waiting:
+            raise ConfigError(f"request {request_id} waits already, and would have the same draws")
         future = asyncio.get_running_loop().create_future()
         self.waiting[request.id] = request, future
         if self.batches is None or self.batches.done():
             self.batches = asyncio.create_task(self._batches())
         completion, step = await future
+        asked = sampling_params.get("logprobs")
         return TokenOutput(
             token_ids=list(completion.tokens),
-            log_probs=list(completion.log_probabilities) if sampling_params.get("logprobs") is not None else None,
+            log_probs=None if asked is None or asked is False else list(completion.log_probabilities),
             stop_reason=completion.finish_reason,
             extra_fields={"global_steps": step},
         )
@@ -240,7 +244,7 @@ class Server:
         async with self.busy:
             if reject_request:
                 waiting, self.waiting = self.waiting, {}
-                self._fail(waiting, RuntimeError("the replica takes no requests until generation resumes"))
+                self._fail(waiting, RuntimeError(REJECTED))
 
     async def resume_generation(self) -> None:
         """Begin batches again."""

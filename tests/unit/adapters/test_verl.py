@@ -15,7 +15,7 @@ PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1
 CONFIG = {
     "prompt_length": 8, "response_length": 4, "ignore_eos": False, "seed": 42, "temperature": 1.0, "dtype": "bfloat16",
     "tensor_model_parallel_size": 2, "data_parallel_size": 2, "max_num_seqs": 5, "max_num_batched_tokens": 64,
-    "enforce_eager": True,
+    "enforce_eager": True, "max_model_len": 12,
 }  # fmt: skip
 ACTOR = {"param_offload": False, "use_remove_padding": False, "tensor_model_parallel_size": 2}
 
@@ -84,6 +84,14 @@ def test_requests_that_wait_are_one_batch_on_all_ranks(verl):
     assert second.extra_fields == {"global_steps": 7}
 
 
+@pytest.mark.parametrize("asked, expected", ((True, [-3.0]), (0, [-3.0]), (False, None), (None, None)))
+def test_log_probabilities_are_returned_where_they_are_asked_for(verl, asked, expected):
+    async def script(server):
+        return await server.generate((3,), PARAMS | {"logprobs": asked}, "a")
+
+    assert served(verl, script, [Rank(echo)]).log_probs == expected
+
+
 def test_greedy_parameters_and_limits(verl):
     async def script(server):
         one = server.request((3, 4), {"temperature": 0, "top_p": 1.0, "top_k": -1, "max_tokens": 2}, "a").sampling
@@ -111,12 +119,15 @@ def test_parameters_that_have_no_meaning_are_refused(verl, change, expected):
         served(verl, script, [Rank(echo)])
 
 
-@pytest.mark.parametrize("prompt, expected", (((), "an empty prompt"), ((64,), "64"), ((3,) * 12, "max_new_tokens=0")))
+@pytest.mark.parametrize(
+    "prompt, expected",
+    (((), "an empty prompt"), ((64,), "64"), ((3,) * 12, "max_new_tokens=0"), ((3,) * 9, "more than")),
+)
 def test_a_wrong_prompt_is_refused_before_it_joins_a_batch(verl, prompt, expected):
     async def script(server):
         good = asyncio.create_task(server.generate((3, 4), PARAMS, "good"))
         with pytest.raises(TpiError, match=expected):
-            await server.generate(prompt, PARAMS, "bad")
+            await server.generate(prompt, PARAMS | ({"max_tokens": 4} if len(prompt) == 9 else {}), "bad")
         return await good
 
     assert served(verl, script, [Rank(echo)]).token_ids == [4, 3]
@@ -128,7 +139,7 @@ def test_images_and_an_id_that_waits_already_are_refused(verl):
             await server.generate((3,), PARAMS, "a", image_data=[1])
         first = asyncio.create_task(server.generate((3,), PARAMS, "a"))
         await asyncio.sleep(0)
-        with pytest.raises(TpiError, match="its id is there twice"):
+        with pytest.raises(TpiError, match="waits already"):
             await server.generate((3,), PARAMS, "a")
         return await first
 
