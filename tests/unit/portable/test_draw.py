@@ -107,11 +107,11 @@ def test_rows_without_filters_need_none():
     scores, row_keys = rows(4, 5003, "normal"), keys(4)
     for sampling in SAMPLINGS[:2]:
         columns = numbers([sampling] * 4)
-        assert torch.equal(draw(scores, row_keys, columns, limited=False), draw(scores, row_keys, columns))
+        assert torch.equal(draw(scores, row_keys, columns, limits=None), draw(scores, row_keys, columns))
     filtered = numbers([SAMPLINGS[3]] * 4)  # the control
     many = torch.cat([row_keys + n for n in range(50)]), filtered.repeat(50, 1)
     wide = scores.repeat(50, 1)
-    assert not torch.equal(draw(wide, *many, limited=False), draw(wide, *many))
+    assert not torch.equal(draw(wide, *many, limits=None), draw(wide, *many))
 
 
 def test_philox_has_the_published_words():

@@ -107,6 +107,16 @@ KERNELS = {
         | {"limits": "*i32", "out": "*i64", "size": "i32", "parts": "i32"},
         {},
     ),
+    ieee_draw.BEFORE: (
+        dict.fromkeys(("scores", "highest", "temperature"), "*fp32")
+        | {"limits": "*i32", "best": "*i64", "out": "*i64", "size": "i32", "parts": "i32"},
+        {},
+    ),
+    ieee_draw.AGAIN: (
+        {"scores": "*fp32", "highest": "*fp32", "do_sample": "*i32", "temperature": "*fp32", "keys": "*i64"}
+        | {"limits": "*i32", "needed": "*i64", "best": "*i64", "size": "i32"},
+        {},
+    ),
     ieee_adam.STEP: (
         dict.fromkeys("pgmv", "*fp32") | {"size": "i32"} | dict.fromkeys(ieee_adam.AdamNumbers._fields, "fp32"),
         {"DECOUPLED": True, "BLOCK": 128},
@@ -139,7 +149,12 @@ def float_operations(kernel, architecture, options):
     return {name for name in OPERATION.findall(ptx) if "f" in name.replace("fma", "", 1)}
 
 
-LONG = {ieee_attention_triton.BACKWARD_QUERY, ieee_attention_triton.BACKWARD_KEY, ieee_draw.RACE}  # in ptxas
+LONG = {
+    ieee_attention_triton.BACKWARD_QUERY,
+    ieee_attention_triton.BACKWARD_KEY,
+    ieee_draw.RACE,
+    ieee_draw.AGAIN,
+}  # in ptxas
 
 
 def kernel_rows(kernels):

@@ -32,6 +32,7 @@ from tp_invariant_recipes.portable.cached_pass import CachedPass, Recurrent, cac
 from tp_invariant_recipes.portable.delta_net import PortableGatedDeltaNet
 from tp_invariant_recipes.portable.ieee.cached_attention import Spans, rows_of_tile
 from tp_invariant_recipes.portable.ieee.draw import draw
+from tp_invariant_recipes.portable.ieee.math import power_of_two
 from tp_invariant_recipes.replacement import Replacement, applied
 
 # Attributes of Megatron's modules: recomputation reads random states, which no CUDA graph can capture.
@@ -95,8 +96,8 @@ class TokenHead:
         self.kernels = mode.mode_of(config).cross_entropy()
         self.vocabulary = model.vocab_size
 
-    def __call__(self, hidden: Tensor, draws: Tensor, numbers: Tensor, limited: bool) -> Tensor:
-        """hidden: [R/t or R, 1, h]; draws, numbers: of `Inputs`; limited: as of `draw`.
+    def __call__(self, hidden: Tensor, draws: Tensor, numbers: Tensor, limits: int | None) -> Tensor:
+        """hidden: [R/t or R, 1, h]; draws, numbers: of `Inputs`; limits: as of `draw`.
 
         returns: [D, 4] int64: `Drawn`, fp32 as bits.
         """
@@ -110,12 +111,30 @@ class TokenHead:
         if self.mesh.size > 1:
             whole = all_gather(mine.unsqueeze(0), self.mesh).transpose(0, 1).flatten(1)
         whole = whole[:, : self.vocabulary].contiguous()
-        tokens = draw(whole, draws[:, 1:], numbers, limited=limited)
+        tokens = draw(whole, draws[:, 1:], numbers, limits=limits)
         chosen = tokens.clamp(min=0)
         picked = whole.gather(1, chosen.unsqueeze(1)).squeeze(1)
         ranks = cross_entropy.rank_of(logits, chosen, self.mesh)
         digests = row_digest(whole, 0, self.vocabulary) if self.digests else torch.zeros_like(tokens)
         return torch.stack([tokens, picked.view(torch.int32).long(), ranks, digests], 1)
+
+
+def capturable(groups: Sequence[Any], device: torch.device) -> bool:
+    """Whether a CUDA graph can hold what a pass does; none captures Gloo. groups: whose collectives it runs."""
+    return device.type == "cuda" and all(dist.get_backend(group) == dist.Backend.NCCL for group in groups)
+
+
+class Common(NamedTuple):
+    """What ranks that exchange experts' tokens have in common of a pass, the greatest of each; of one rank its own.
+
+    rows: that it computes; 0: none. longest: rows of the longest span. limits: -1 and more: as of `draw`, less one.
+    tokens: of the longest sequence, with all that it may become.
+    """
+
+    rows: int
+    longest: int
+    limits: int
+    tokens: int
 
 
 class CachedPasses:
@@ -130,21 +149,23 @@ class CachedPasses:
         kinds = [isinstance(net, PortableGatedDeltaNet) for net in _mixers(model)]
         self.places = [kinds[:n].count(kind) for n, kind in enumerate(kinds)]
         self.heads = config.num_attention_heads // config.num_query_groups
-        # No CUDA graph captures Gloo; an exchange of experts' tokens has been captured in training only.
-        groups = model.pg_collection
-        captured = self.device.type == "cuda" and dist.get_backend(groups.tp) == dist.Backend.NCCL
-        self.graphs = graphs and captured and (not experts or groups.tp.size() == groups.ep.size() == 1)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._seen: dict[tuple[int, bool], Inputs] = {}  # what graphs read
+        groups = (model.pg_collection.tp, *([model.pg_collection.ep] if experts else []))
+        self.graphs = graphs and capturable(groups, self.device)
+        self._graphs: dict[tuple[int, int | None], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._seen: dict[tuple[int, int | None], Inputs] = {}  # what graphs read
 
-    def __call__(self, spans: Sequence[Span]) -> Tensor:
-        """Draw a token for each span that predicts one, in order, as `drawn` reads it. No spans: a pass of fillers."""
-        inputs = self._inputs(spans)
+    def __call__(self, spans: Sequence[Span], shared: Common) -> Tensor:
+        """Draw a token for each span that predicts one, in order, as `drawn` reads it. No spans: a pass of fillers.
+
+        shared: of these spans. Ranks that exchange experts' tokens capture and replay the same graphs in the same pass.
+        """
+        inputs = self._inputs(spans, shared)
+        # Few sizes occur.
+        limits = None if shared.limits < 0 else shared.limits and power_of_two(shared.limits)
+        if self.graphs and shared.longest == 1:
+            return self._replayed(inputs, limits)
         longest = max((span.count for span in spans), default=1)
-        limited = any(span.sequence.request.sampling.limited for span in spans)
-        if self.graphs and longest == 1:
-            return self._replayed(inputs, limited)
-        return self._computed(self._on_device(inputs), longest, limited)
+        return self._computed(self._on_device(inputs), longest, limits)
 
     def _on_device(self, inputs: Inputs) -> Inputs:
         if self.device.type != "cuda":
@@ -174,10 +195,10 @@ class CachedPasses:
         least = max(rows, 1)
         return -(-(1 << (least - 1).bit_length()) // self.multiple) * self.multiple
 
-    def _inputs(self, spans: Sequence[Span]) -> Inputs:
+    def _inputs(self, spans: Sequence[Span], shared: Common) -> Inputs:
         """On the host. Rows that only fill up are written to the scratch block, and no span has them."""
-        total, size = self._sized(sum(span.count for span in spans)), self.cache.size
-        single = all(span.count == 1 for span in spans)
+        single = shared.longest == 1
+        total, size = self._sized(shared.rows if single else sum(span.count for span in spans)), self.cache.size
         tile = rows_of_tile(self.heads, 1 if single else 2) if self.device.type == "cuda" else total
         rows = np.zeros((total, 5), np.int64)
         states = np.zeros((total if single else len(spans), 4), np.int32)
@@ -214,7 +235,7 @@ class CachedPasses:
         columns = np.array(draws, np.int64), np.array(numbers, np.float64)
         return Inputs(rows, table, states, *(column.reshape(-1, 4) for column in columns))
 
-    def _computed(self, inputs: Inputs, longest: int, limited: bool) -> Tensor:
+    def _computed(self, inputs: Inputs, longest: int, limits: int | None) -> Tensor:
         """[D, 4], as of `TokenHead`."""
         rows, cache = inputs.rows, self.cache
         spans = Spans(inputs.tables, rows[:, 1].contiguous(), cache.size, longest)
@@ -226,21 +247,21 @@ class CachedPasses:
             hidden = self.model(input_ids=ids, position_ids=positions, attention_mask=None)
         if not len(inputs.draws):
             return rows.new_empty(0, 4)
-        return self.head(hidden, inputs.draws, inputs.numbers, limited)
+        return self.head(hidden, inputs.draws, inputs.numbers, limits)
 
-    def _replayed(self, inputs: Inputs, limited: bool) -> Tensor:
+    def _replayed(self, inputs: Inputs, limits: int | None) -> Tensor:
         """Return a pass of single rows: the first of a kind as it is, then by a graph."""
-        kind = len(inputs.rows), limited
+        kind = len(inputs.rows), limits
         if kind not in self._seen:
             self._seen[kind] = self._on_device(inputs)
-            return self._computed(self._seen[kind], 1, limited)
+            return self._computed(self._seen[kind], 1, limits)
         held = self._seen[kind]
         for to, values in zip(held, inputs, strict=True):
             to.copy_(torch.from_numpy(values))
         if kind not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                out = self._computed(held, 1, limited)
+                out = self._computed(held, 1, limits)
             self._graphs[kind] = graph, out
         graph, out = self._graphs[kind]
         graph.replay()
@@ -288,8 +309,20 @@ def shapes_of(model: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
     return keys, (len(nets), heads, value, key), (len(nets), TAPS - 1, nets[0].conv_dim_local_tp)
 
 
-def any_rank(mine: bool, group: Any, device: Any) -> bool:
-    """Whether it holds on a rank of the group."""
-    flag = torch.tensor([mine], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag.item())
+def common(spans: Sequence[Span], tokens: int, group: Any, device: Any) -> Common:
+    """Return it of the spans of each rank. tokens: of `Common`. group: of the ranks; None: there are no others."""
+    samplings = (span.sequence.request.sampling for span in spans)
+    mine = Common(
+        sum(span.count for span in spans),
+        max((span.count for span in spans), default=1),
+        max((-1 if each.limits is None else each.limits for each in samplings), default=-1),
+        tokens,
+    )
+    return mine if group is None else Common(*greatest(mine, group, device))
+
+
+def greatest(values: Sequence[int], group: Any, device: Any) -> list[int]:
+    """Return the greatest of each value over the ranks of a group."""
+    most = torch.tensor(values, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return most.tolist()

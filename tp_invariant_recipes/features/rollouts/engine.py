@@ -22,7 +22,7 @@ from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.features.inference.rank import loaded_for_inference
 from tp_invariant_recipes.features.rollouts import prompts
-from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, drawn, new_cache, shapes_of
+from tp_invariant_recipes.features.rollouts.decode import CachedPasses, common, drawn, greatest, new_cache, shapes_of
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
 from tp_invariant_recipes.features.rollouts.schedule import BLOCK, Blocks, SampleState, Schedule
 from tp_invariant_recipes.machine import processor
@@ -53,7 +53,7 @@ class Engine:
         block: The tokens of a block of the cache, a power of two.
         tokens: The tokens of the cache, keys and values [layers, tokens, groups/t, d] bf16; None: what the requests
             need, at most what fits into SHARE of the free memory.
-        graphs: Whether a GPU decodes in CUDA graphs; experts on several ranks never do.
+        graphs: Whether a GPU decodes in CUDA graphs.
         digests: Whether completions have digests of the whole vocabulary.
         decode: Token ids to text; None: there is no tokenizer.
 
@@ -150,15 +150,15 @@ class Engine:
         with self._cache(self._blocks, 1).entered():
             while between(ended, idle):
                 spans = plan.next()
-                idle = not (bool(spans) if group is None else any_rank(bool(spans), group, self.device))
-                ended = []
+                shared = common(spans, plan.longest, group, self.device)
+                idle, ended = not shared.rows, []
                 if idle:
                     continue
                 count += 1
                 heartbeat.sign(Phase.LONG_STEP, count)
-                passes = self._cache(self._blocks, plan.longest)
+                passes = self._cache(self._blocks, shared.tokens)
                 drawing = [span.sequence for span in spans if span.draws]
-                out = passes(spans)
+                out = passes(spans, shared)
                 for span in spans:
                     plan.computed(span)
                 ended = self._ended(plan, [(drawing, out)])
@@ -184,12 +184,13 @@ class Engine:
                             finished(completion)
                     pending.clear()
                     spans = plan.next()
-                if not (bool(spans) if group is None else any_rank(bool(spans), group, self.device)):
+                shared = common(spans, plan.longest, group, self.device)
+                if not shared.rows:
                     break
                 count += 1
                 heartbeat.sign(Phase.LONG_STEP, count)
                 drawing = [span.sequence for span in spans if span.draws]
-                pending.append((drawing, passes(spans)))
+                pending.append((drawing, passes(spans, shared)))
                 for span in spans:
                     plan.computed(span)
         self.preemptions = plan.preemptions
@@ -253,7 +254,10 @@ class Engine:
         blocks = Blocks(0, self.block)
         needed = sum(map(blocks.blocks_for, lengths[: self.sequences]))
         count = self._room() if self.tokens is not None else max(1, min(self._room(), needed))
-        return self._cache(count, lengths[0])
+        group, longest = self.coupled, lengths[0]
+        if group is not None:  # whose graphs are captured and replayed together
+            count, longest = greatest((count, longest), group, self.device)
+        return self._cache(count, longest)
 
     def _cache(self, count: int, longest: int) -> CachedPasses:
         """Return passes over a cache of at least so many blocks; longest: tokens of a sequence, at most."""

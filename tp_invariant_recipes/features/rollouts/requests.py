@@ -108,9 +108,9 @@ class Sampling:
         return self.do_sample, self.temperature, self.top_k, self.top_p
 
     @property
-    def limited(self) -> bool:
-        """Whether only some tokens may be drawn."""
-        return self.do_sample and (self.top_k > 0 or self.top_p < 1)
+    def limits(self) -> int | None:
+        """The most tokens that top-k leaves, 0 without it; None: all tokens may be drawn."""
+        return self.top_k if self.do_sample and (self.top_k > 0 or self.top_p < 1) else None
 
 
 @dataclass(frozen=True)

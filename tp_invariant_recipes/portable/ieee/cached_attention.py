@@ -22,12 +22,19 @@ from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, forward_loop
-from tp_invariant_recipes.portable.ieee.attention_triton import LANES, LEAST, Tiles, _products, exponential
+from tp_invariant_recipes.portable.ieee.attention_triton import (
+    FORWARD_TILES,
+    LANES,
+    LEAST,
+    Tiles,
+    _products,
+    exponential,
+)
 from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO, fold_columns, power_of_two
 from tp_invariant_recipes.portable.shared_source import SMALL, UNFUSED, as_array
 
 # Scores of a tile: of a span of one row, as in decoding, and of longer ones. None of it changes a bit.
-SINGLE_ROW, ROWS = Tiles(16, LANES, 4, 3), Tiles(64, LANES, 4, 2)
+SINGLE_ROW, ROWS = Tiles(16, LANES, 4, 3), Tiles(64, LANES, 4, 3)
 
 
 class Spans(NamedTuple):
@@ -112,8 +119,9 @@ def cached_triton(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, span
     tile = _tile(h // groups, spans.longest)
     grid = len(spans.tables) * groups, 1
     tensors = (query, keys, values, out, spans.tables, spans.positions)
-    constants = (h, groups, d, max(LEAST, power_of_two(d)), spans.size, *tile[:2])
-    CACHED.launch(grid, tensors, (spans.tables.shape[1], scale), constants, *tile[2:])
+    constants = (h, groups, d, features := max(LEAST, power_of_two(d)), spans.size, *tile[:2])
+    stages = min(tile.stages, FORWARD_TILES[max(128, features)].stages)
+    CACHED.launch(grid, tensors, (spans.tables.shape[1], scale), constants, tile.warps, stages)
 
 
 def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -131,36 +139,29 @@ def store_triton(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots
 
 
 @triton.jit
-def _slots(table, start, SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Return the slots of KEYS positions from `start`, a multiple of KEYS, on; positions beyond the table have block
-    0's.
+def _rows_at(x, table, start, last, STEP: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+             SIZE: tl.constexpr, KEYS: tl.constexpr, RAGGED: tl.constexpr):  # fmt: skip
+    """Return the keys or values of KEYS positions from `start`, a multiple of KEYS, on: [KEYS, FEATURES].
+
+    RAGGED: zeros from position `last` on, whose blocks are not read. A tile within a block has one address, and offsets
+    that leave the loop over tiles.
     """
-    column = start + tl.arange(0, KEYS)
+    row, column = tl.arange(0, KEYS), tl.arange(0, FEATURES)
+    inside = start + row < last
     if SIZE >= KEYS:
-        return tl.load(table + start // SIZE).to(tl.int64) * SIZE + column % SIZE
-    return tl.load(table + column // SIZE).to(tl.int64) * SIZE + column % SIZE
-
-
-@triton.jit
-def _rows_at(x, slots, start, last, STEP: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
-             RAGGED: tl.constexpr):  # fmt: skip
-    """Return the keys or values of these slots: [KEYS, FEATURES]; RAGGED: zeros from position `last` on."""
-    column = tl.arange(0, FEATURES)
-    at = x + (slots * STEP)[:, None] + column[None, :]
+        block = tl.load(table + start // SIZE).to(tl.int64)
+        at = x + (block * SIZE + start % SIZE) * STEP + (row[:, None] * STEP + column[None, :])
+    else:
+        if RAGGED:
+            block = tl.load(table + (start + row) // SIZE, mask=inside, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + (start + row) // SIZE).to(tl.int64)
+        at = x + ((block * SIZE + (start + row) % SIZE) * STEP)[:, None] + column[None, :]
     if RAGGED:
-        inside = start + tl.arange(0, slots.shape[0]) < last
         return tl.load(at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
     if WIDTH < FEATURES:
         return tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
     return tl.load(at)
-
-
-@triton.jit
-def _ragged_slots(table, start, last, SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """As `_slots`; it reads no block of a position from `last` on."""
-    column = start + tl.arange(0, KEYS)
-    block = tl.load(table + column // SIZE, mask=column < last, other=0)
-    return block.to(tl.int64) * SIZE + column % SIZE
 
 
 @triton.jit(do_not_specialize=["width", "scale"])
@@ -186,31 +187,28 @@ def _ieee_cached_attention(
     diagonal = tl.minimum(begin + 1, last) // KEYS * KEYS
     most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
     for start in range(0, diagonal, KEYS):
-        k = _rows_at(keys, _slots(table, start, SIZE, KEYS), start, last, STEP, WIDTH, FEATURES, False)
+        k = _rows_at(keys, table, start, last, STEP, WIDTH, FEATURES, SIZE, KEYS, False)
         most = tl.maximum(most, tl.max(_products(q, k), 1))
     for start in range(diagonal, last, KEYS):
-        slots = _ragged_slots(table, start, last, SIZE, KEYS)
-        scores = _products(q, _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, True))
+        scores = _products(q, _rows_at(keys, table, start, last, STEP, WIDTH, FEATURES, SIZE, KEYS, True))
         seen = (start + tl.arange(0, KEYS))[None, :] <= row[:, None]
         most = tl.maximum(most, tl.max(tl.where(seen, scores, float("-inf")), 1))
     top = most * scale
     lanes = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
     sums = tl.zeros((QUERIES, FEATURES), dtype=tl.float32)
     for start in range(0, diagonal, KEYS):
-        slots = _slots(table, start, SIZE, KEYS)
-        k = _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, False)
+        k = _rows_at(keys, table, start, last, STEP, WIDTH, FEATURES, SIZE, KEYS, False)
         e = exponential(_products(q, k), scale, top[:, None])
         lanes += e
-        v = _rows_at(values, slots, start, last, STEP, WIDTH, FEATURES, False)
+        v = _rows_at(values, table, start, last, STEP, WIDTH, FEATURES, SIZE, KEYS, False)
         sums = tl.dot(e.to(tl.bfloat16), v, sums)
     for start in range(diagonal, last, KEYS):
-        slots = _ragged_slots(table, start, last, SIZE, KEYS)
-        k = _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, True)
+        k = _rows_at(keys, table, start, last, STEP, WIDTH, FEATURES, SIZE, KEYS, True)
         e = exponential(_products(q, k), scale, top[:, None])
         seen = (start + tl.arange(0, KEYS))[None, :] <= row[:, None]
         e = tl.where(seen, e, ZERO)
         lanes += e
-        v = _rows_at(values, slots, start, last, STEP, WIDTH, FEATURES, True)
+        v = _rows_at(values, table, start, last, STEP, WIDTH, FEATURES, SIZE, KEYS, True)
         sums = tl.dot(e.to(tl.bfloat16), v, sums)
     part = tl.div_rn(tl.full((QUERIES,), ONE_FP32, dtype=tl.float32), fold_columns(lanes, QUERIES, KEYS))
     tl.store(out + at[:, None] + column[None, :], (sums * part[:, None]).to(tl.bfloat16), mask=mask)

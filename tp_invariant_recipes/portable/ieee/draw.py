@@ -13,6 +13,10 @@
              sample, position, 0)
 
 A race needs no sum over the vocabulary: the winner is token i with a probability of weight i over all weights.
+
+A GPU sorts nothing. top-k and top-p leave the first tokens in order, so a winner is the winner of those that are left
+if the tokens before it have less than the mass that is asked for. Else no token from it on is left, and the race is run
+again among those before it.
 """
 
 import hashlib
@@ -37,6 +41,8 @@ PROGRAMS = 264  # of a race, at least: two for each SM of an H100
 TWO_16, TWO_M32 = constant(2.0**16), constant(2.0**-32)
 BELOW_ONE = constant(1 - 2.0**-24)
 UNIT = 2.0**40
+UNIT_FP32 = constant(UNIT)
+FULL = 1 << 31  # no row's top_k is above it
 MOST = tl.constexpr((1 << 31) - 1)
 NOBODY = tl.constexpr(-(1 << 63))
 
@@ -47,21 +53,44 @@ def request_key(seed: int, request: str) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
-def draw(log_probabilities: Tensor, keys: Tensor, numbers: Tensor, *, limited: bool = True) -> Tensor:
+def draw(log_probabilities: Tensor, keys: Tensor, numbers: Tensor, *, limits: int | None = FULL) -> Tensor:
     """Draw a token of each row; -1 where a log-probability is NaN or +inf, or all are -inf. It waits for no GPU.
 
     log_probabilities: [R, V] fp32, contiguous. keys: [R, 3] int64: request_key, sample, position in the completion.
-    numbers: [R, 4] fp64: do_sample, temperature, top_k, top_p. limited: whether top-k or top-p is one of a row's.
+    numbers: [R, 4] fp64: do_sample, temperature, top_k, top_p.
+    limits:  None: no row has top-k or top-p; else no row's top_k is above it.
     returns: [R] int64, the same on every machine.
     """
     highest = log_probabilities.amax(-1)
-    if limited:
-        limits = kept(log_probabilities, highest, numbers)
-    else:
-        limits = torch.full((len(keys), 2), MOST.value, dtype=torch.int32, device=keys.device)
-        limits[:, 0] = -MOST.value - 1
-    tokens = race(log_probabilities, highest, numbers[:, 0].int(), numbers[:, 1].float(), keys, limits)
+    do_sample, temperature = numbers[:, 0].int(), numbers[:, 1].float()
+    limited = limits is not None and not log_probabilities.is_cuda
+    bounds = kept(log_probabilities, highest, numbers) if limited else torch.empty_like(keys[:, :2], dtype=torch.int32)
+    if not limited:
+        bounds[:, 0], bounds[:, 1] = -MOST.value - 1, MOST.value
+    if limits and not limited:
+        values = log_probabilities.topk(min(limits, log_probabilities.shape[1])).values + 0.0
+        last = values.gather(1, (numbers[:, 2:3].long() - 1).clamp(0, values.shape[1] - 1)).view(torch.int32).squeeze(1)
+        cuts = (do_sample > 0) & (numbers[:, 2] > 0)
+        bounds[:, 0] = torch.where(cuts, last ^ ((last >> 31) & 0x7FFFFFFF), bounds[:, 0])
+    operands = log_probabilities, highest, do_sample, temperature, keys.contiguous(), bounds
+    best = race(*operands)
+    if limits is not None and not limited:
+        best = _within(operands, numbers[:, 3], best)
+    tokens = torch.where(best == NOBODY.value, -1, MOST.value - (best & 0xFFFFFFFF))
     return torch.where(torch.isfinite(highest), tokens, -1)
+
+
+def _within(operands: tuple[Tensor, ...], top_p: Tensor, best: Tensor) -> Tensor:
+    """Return the winners within top-p, given those without it, as of `race`; on a GPU."""
+    scores, highest, do_sample, temperature, _, bounds = operands
+    parts = min(triton.cdiv(scores.shape[1], GROUP.value), triton.cdiv(PROGRAMS, len(scores)))
+    masses = torch.empty(len(scores), parts, 2, dtype=torch.int64, device=scores.device)
+    before_triton(scores, highest, temperature, bounds, best, masses)
+    total, before = masses.sum(1).unbind(1)
+    needed = (total.double() * top_p).ceil().long()
+    beyond = (do_sample > 0) & (top_p < 1) & (before >= needed) & torch.isfinite(highest)
+    again_triton(operands, torch.where(beyond, needed, 0), best)
+    return best
 
 
 def kept(scores: Tensor, highest: Tensor, numbers: Tensor) -> Tensor:
@@ -86,17 +115,17 @@ def kept(scores: Tensor, highest: Tensor, numbers: Tensor) -> Tensor:
 def race(
     scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, keys: Tensor, limits: Tensor
 ) -> Tensor:
-    """Find the winning token of each row, or without draws the first in order: int64 [rows]; -1: none stays.
+    """Find the winning token of each row, or without draws the first in order: int64 [rows]; NOBODY: none stays.
 
     keys: [rows, 3] int64: of the request, sample, position. limits: as of `kept`. All else: as `kept` has it.
+    returns: the token in the lower half, as MOST - token.
     """
     groups = triton.cdiv(scores.shape[1], GROUP.value)
     parts = min(groups, triton.cdiv(PROGRAMS, len(scores))) if scores.is_cuda else 1
     best = torch.empty(len(scores), parts, dtype=torch.int64, device=scores.device)
     tensors = scores, highest, do_sample, temperature, keys.contiguous(), limits, best
     fill(race_triton, _race_loop, tensors, work=scores.numel())
-    winner = best.amax(1)
-    return torch.where(winner == NOBODY.value, -1, MOST.value - (winner & 0xFFFFFFFF))
+    return best.amax(1)
 
 
 @elementwise
@@ -212,32 +241,125 @@ def _entry(scores, token, size, value, order, limit, last):
     return tl.where(inside, (value.to(tl.int64) << 32) | (token ^ MOST).to(tl.int64), NOBODY)
 
 
-@triton.jit(do_not_specialize=["size", "parts"])
-def _ieee_race(scores, highest, do_sample, temperature, keys, limits, out, size, parts):
-    row, part = tl.program_id(0), tl.program_id(1)
-    scores += row.to(tl.int64) * size
-    top, heat, draws = tl.load(highest + row), tl.load(temperature + row), tl.load(do_sample + row)
-    limit, last = tl.load(limits + 2 * row), tl.load(limits + 2 * row + 1)
-    key = tl.load(keys + 3 * row)
-    sample, position = tl.load(keys + 3 * row + 1).to(tl.int32), tl.load(keys + 3 * row + 2).to(tl.int32)
+@triton.jit
+def _inside(scores, token, size, limit, last):
+    """Whether some of four times QUARTER tokens may win."""
+    near = tl.zeros([QUARTER], tl.int32)
+    for lane in tl.static_range(4):
+        at = token + lane * QUARTER
+        order = order_key(tl.load(scores + at, mask=at < size, other=0.0))
+        near |= ((at < size) & ((order > limit) | ((order == limit) & (at <= last)))).to(tl.int32)
+    return tl.max(near, 0) > 0
+
+
+@triton.jit
+def _winner(scores, top, heat, draws, key, sample, position, limit, last, size, part, parts):
+    """Return the best entry of the tokens of a part."""
     best = tl.full([QUARTER], NOBODY, tl.int64)
     column = tl.arange(0, QUARTER)
     for group in range(part, tl.cdiv(size, GROUP), parts):
         first = group * GROUP + column
         if draws != 0:
-            counter = group * QUARTER + column
-            words = tl.philox(key, counter, counter * 0 + sample, counter * 0 + position, counter * 0)
-            for lane in tl.static_range(4):
-                token = first + lane * QUARTER
-                x = tl.load(scores + token, mask=token < size, other=0.0)
-                value = result_bits(x, top, heat, words[lane].to(tl.int32, bitcast=True))
-                best = tl.maximum(best, _entry(scores, token, size, value, order_key(x), limit, last))
+            if _inside(scores, first, size, limit, last):
+                counter = group * QUARTER + column
+                words = tl.philox(key, counter, counter * 0 + sample, counter * 0 + position, counter * 0)
+                for lane in tl.static_range(4):
+                    token = first + lane * QUARTER
+                    x = tl.load(scores + token, mask=token < size, other=0.0)
+                    value = result_bits(x, top, heat, words[lane].to(tl.int32, bitcast=True))
+                    best = tl.maximum(best, _entry(scores, token, size, value, order_key(x), limit, last))
         else:
             for lane in tl.static_range(4):
                 token = first + lane * QUARTER
                 order = order_key(tl.load(scores + token, mask=token < size, other=0.0))
                 best = tl.maximum(best, _entry(scores, token, size, order, order, limit, last))
-    tl.store(out + row * parts + part, tl.max(best, 0))
+    return tl.max(best, 0)
+
+
+@triton.jit(do_not_specialize=["size", "parts"])
+def _ieee_race(scores, highest, do_sample, temperature, keys, limits, out, size, parts):
+    row, part = tl.program_id(0), tl.program_id(1)
+    top, heat, draws = tl.load(highest + row), tl.load(temperature + row), tl.load(do_sample + row)
+    key = tl.load(keys + 3 * row)
+    sample, position = tl.load(keys + 3 * row + 1).to(tl.int32), tl.load(keys + 3 * row + 2).to(tl.int32)
+    limit, last = tl.load(limits + 2 * row), tl.load(limits + 2 * row + 1)
+    scores += row.to(tl.int64) * size
+    best = _winner(scores, top, heat, draws, key, sample, position, limit, last, size, part, parts)
+    tl.store(out + row * parts + part, best)
+
+
+# --- top-p on a GPU ---
+
+
+def before_triton(
+    scores: Tensor, highest: Tensor, temperature: Tensor, limits: Tensor, best: Tensor, out: Tensor
+) -> None:
+    """Fill out [rows, parts, 2] int64: the mass of the tokens within the limits, and of those before the winner."""
+    tensors = (scores, highest, temperature, limits, best, out)
+    BEFORE.launch((len(scores), out.shape[1]), tensors, (scores.shape[1], out.shape[1]), (), 8)
+
+
+def again_triton(operands: tuple[Tensor, ...], needed: Tensor, best: Tensor) -> None:
+    """Race anew in the rows whose `needed` is not 0 until less mass than that is before the winner.
+
+    operands: of `race`. best: changed.
+    """
+    AGAIN.launch((len(best), 1), (*operands, needed, best), (operands[0].shape[1],), (), 16)
+
+
+@triton.jit
+def _masses(scores, top, heat, limit, last, order, token, size, part, parts):
+    """Return the mass of a part's tokens within the limits, and of those of them before a token with this order."""
+    column = tl.arange(0, GROUP)
+    total, before = tl.zeros([GROUP], tl.int64), tl.zeros([GROUP], tl.int64)
+    for group in range(part, tl.cdiv(size, GROUP), parts):
+        at = group * GROUP + column
+        x = tl.load(scores + at, mask=at < size, other=float("-inf"))
+        mine = order_key(x)
+        mass = tl.where(at < size, (weight(x, top, heat) * UNIT_FP32).to(tl.int64), 0)
+        total += tl.where((mine > limit) | ((mine == limit) & (at <= last)), mass, 0)
+        before += tl.where((mine > order) | ((mine == order) & (at < token)), mass, 0)
+    return tl.sum(total, 0), tl.sum(before, 0)
+
+
+@triton.jit
+def _token_of(best):
+    """Return the token of an entry, int32; any of NOBODY."""
+    return (best & MOST).to(tl.int32) ^ MOST
+
+
+@triton.jit(do_not_specialize=["size", "parts"])
+def _ieee_before(scores, highest, temperature, limits, best, out, size, parts):
+    row, part = tl.program_id(0), tl.program_id(1)
+    scores += row.to(tl.int64) * size
+    top, heat = tl.load(highest + row), tl.load(temperature + row)
+    token = tl.minimum(_token_of(tl.load(best + row)), size - 1)
+    order = order_key(tl.load(scores + token))
+    limit, last = tl.load(limits + 2 * row), tl.load(limits + 2 * row + 1)
+    total, before = _masses(scores, top, heat, limit, last, order, token, size, part, parts)
+    tl.store(out + (row * parts + part) * 2, total)
+    tl.store(out + (row * parts + part) * 2 + 1, before)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _ieee_again(scores, highest, do_sample, temperature, keys, limits, needed, best, size):
+    row = tl.program_id(0)
+    need = tl.load(needed + row)
+    if need > 0:
+        scores += row.to(tl.int64) * size
+        top, heat, draws = tl.load(highest + row), tl.load(temperature + row), tl.load(do_sample + row)
+        key = tl.load(keys + 3 * row)
+        sample, position = tl.load(keys + 3 * row + 1).to(tl.int32), tl.load(keys + 3 * row + 2).to(tl.int32)
+        token = _token_of(tl.load(best + row))
+        order = order_key(tl.load(scores + token))
+        before = need
+        while before >= need:
+            winner = _winner(scores, top, heat, draws, key, sample, position, order, token - 1, size, 0, 1)
+            tl.store(best + row, winner)
+            token = _token_of(winner)
+            order = order_key(tl.load(scores + token))
+            _, before = _masses(scores, top, heat, order, -1, order, token, size, 0, 1)
 
 
 WEIGHTS, RACE = Kernel(_ieee_weights, **UNFUSED), Kernel(_ieee_race, **UNFUSED)
+BEFORE, AGAIN = Kernel(_ieee_before, **UNFUSED), Kernel(_ieee_again, **UNFUSED)

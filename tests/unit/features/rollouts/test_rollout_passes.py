@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks that exchange experts' tokens agree on before a pass, and which groups a CUDA graph may hold."""
+
+import pytest
+import torch
+
+from tp_invariant_recipes.features.rollouts import decode
+from tp_invariant_recipes.features.rollouts.decode import Common, common
+from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
+from tp_invariant_recipes.features.rollouts.schedule import SampleState, Span
+
+DEVICE = torch.device("cpu")
+
+
+def state(length, **sampling):
+    return SampleState(Request("a", (1,) * length, Sampling(max_new_tokens=8, **sampling)), 0, 0)
+
+
+def test_ranks_compute_one_kind_of_pass(monkeypatch):
+    """Another rank has more rows, a prompt, a filter: without them the control is what this rank has alone."""
+    spans = [Span(state(5), 1), Span(state(9, do_sample=True, top_k=0), 1)]
+    assert common(spans, 17, None, DEVICE) == Common(2, 1, -1, 17)
+    assert common([], 1, None, DEVICE) == Common(0, 1, -1, 1)
+    limited = [Span(state(3, do_sample=True, top_k=20), 3), Span(state(4, do_sample=True, top_k=0, top_p=0.5), 4)]
+    other = common(limited, 1, None, DEVICE)
+    assert other == Common(7, 4, 20, 1)
+    assert common(limited[1:], 1, None, DEVICE).limits == 0
+    monkeypatch.setattr(decode, "greatest", lambda mine, group, device: [*map(max, mine, other)])
+    assert common(spans, 17, "group", DEVICE) == Common(7, 4, 20, 17)
+
+
+@pytest.mark.parametrize(
+    "backends, device, expected",
+    (("nccl nccl", "cuda", True), ("nccl gloo", "cuda", False), ("nccl", "cuda", True), ("nccl nccl", "cpu", False)),
+)
+def test_a_graph_holds_what_nccl_exchanges(monkeypatch, backends, device, expected):
+    monkeypatch.setattr(decode.dist, "get_backend", lambda group: group)
+    assert decode.capturable(backends.split(), torch.device(device)) == expected
