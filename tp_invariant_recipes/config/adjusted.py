@@ -221,6 +221,8 @@ ROWS: tuple[Adjustment, ...] = (
     _row(False, "only FSDP gives it memory later", "model.init_model_with_meta_device"),
     _row(False, "DistributedDataParallel computes the same bits, for any numerics.data_shards", "ddp.use_megatron_fsdp "
          "dist.use_megatron_fsdp"),
+    _row("no_shard", "only FSDP reads it", "ddp.data_parallel_sharding_strategy",
+         lambda t, was: was not in (None, "no_shard") and not t.fsdp),
     _row("torch_dist", "only FSDP has that format", "checkpoint.ckpt_format",
          lambda t, was: was == run_config.FSDP_FORMAT and not t.fsdp),
     # The flag first: the new name does not say it.

@@ -485,6 +485,9 @@ INVARIANT_FSDP_EXPERTS, typed: qwen3_moe_toy gbs=4 dp=2 ddp.use_megatron_fsdp=tr
     passes: numerics.expert_groups=2
     taken: ddp.data_parallel_sharding_strategy=optim_grads_params ep=2 | tp=2 ep=4 |
         ddp.data_parallel_sharding_strategy=optim numerics.expert_groups=2
+INVARIANT_DDP, typed: qwen3_toy dp=2 gbs=2
+    without: ddp.data_parallel_sharding_strategy=optim | ddp.data_parallel_sharding_strategy=optim_grads_params
+    taken: ddp.data_parallel_sharding_strategy=no_shard
 WITHOUT_FSDP, typed: qwen3_toy numerics=stock
     alone: checkpoint.ckpt_format=fsdp_dtensor | dist.use_megatron_fsdp=true | dist.use_torch_fsdp2=true
 GUARD, typed: qwen3_toy gbs=4 dp=2 guard=shadow

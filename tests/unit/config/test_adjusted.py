@@ -70,6 +70,7 @@ VALUES = {
     "numerics.context_shards": (8,), "mixed_precision.grad_reduce_in_fp32": (False,),
     "optimizer.main_params_dtype": ("bfloat16",), "model.moe_mlp_glu_interleave_size": (32,),
     "checkpoint.async_strategy": ("nvrx",), "checkpoint.ckpt_format": ("fsdp_dtensor", "torch"),
+    "ddp.data_parallel_sharding_strategy": ("optim",),
     "cluster.environment.NCCL_ALGO": ("NVLS",),
     "model.moe_router_dtype": ("float32",), "ddp.suggested_communication_unit_size": (1,),
     "ddp.fsdp_all_gather_in_start_param_sync": (False,), "train.check_optimizer_step_success": (False,),

@@ -44,10 +44,19 @@ def _passes(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{_STRATEGY}={config.fsdp}", text, f"numerics.expert_groups={batch}, or {optim}")
 
 
+def _without(config: RunConfig) -> Problem | None:
+    """Return a strategy that DistributedDataParallel would ignore."""
+    strategy = config.at(_STRATEGY)
+    if strategy in (None, "no_shard"):
+        return None
+    return Problem(f"{_STRATEGY}={strategy}", "only FSDP reads it", "ddp.use_megatron_fsdp=true, or leave it out")
+
+
 RULES: tuple[Rule[RunConfig], ...] = tuple(
     Rule(test, needs=needs, head=lambda t: f"numerics={t.numerics.mode}", stock=True)
     for test, needs in (
         (_limits, lambda t: t.numerics.invariant and t.fsdp),
+        (_without, lambda t: t.numerics.invariant and not t.fsdp),
         (_passes, lambda t: t.numerics.invariant and t.fsdp in ("optim_grads", "optim_grads_params")),
     )
 )
