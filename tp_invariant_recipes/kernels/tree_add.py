@@ -97,9 +97,10 @@ def _tree_add_triton(partials: Tensor, out: Tensor, groups: int, width: int) -> 
 
 
 def _tree_add_torch(partials: Tensor, out: Tensor, groups: int) -> Tensor:
-    partials = partials.view(groups, -1, out.numel() // groups)
+    size = out.numel() // groups
+    partials = partials.view(groups, -1, size)
     while partials.shape[1] > 1:
-        partials = torch.add(*partials.unflatten(1, (-1, 2)).unbind(2))
+        partials = torch.add(*partials.view(groups, -1, 2, size).unbind(2))
     return out.copy_(partials.view(out.shape))
 
 

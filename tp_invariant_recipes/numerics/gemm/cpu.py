@@ -59,7 +59,7 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     a, b = _wide(a), _wide(b)
     total = None
     for x, y in zip(a.split(segments, 1), b.split(segments), strict=True):
-        part = _batch(x.unflatten(1, (shards, -1)).transpose(0, 1), y.unflatten(0, (shards, -1)))
+        part = _batch(x.view(len(x), shards, -1).transpose(0, 1), y.view(shards, -1, y.shape[1]))
         total = part if total is None else total.add_(part)
     summed = total.float()  # type: ignore[union-attr]
     sampling.take_partials(a_given, b_given, summed, segments)
