@@ -232,6 +232,7 @@ class Schedule:
 
     def forget(self) -> None:
         """Let all running sequences wait again: the keys in the cache are of other weights."""
+        for sequence in reversed([*self.running]):
+            self.end(sequence)
+            self.waiting.appendleft(sequence)
         self.blocks = Blocks(self.blocks.count, self.blocks.size)
-        self.waiting.extendleft(reversed(self.running))
-        self.running.clear()

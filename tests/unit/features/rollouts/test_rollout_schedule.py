@@ -121,3 +121,22 @@ def test_a_block_that_is_taken_forgets_its_prefix():
     assert blocks.shared([b"a", b"b"]) == first
     assert sorted(blocks.take(2)) == [1, 2]
     assert blocks.shared([b"a"]) == []
+
+
+def test_running_sequences_wait_again_with_all_that_they_held_given_back():
+    """Again and again, in their order; one that waits and one that runs may leave."""
+    made = [SampleState(Request(f"{n}", tuple(range(n, 20)), Sampling()), 0, 0) for n in range(6)]
+    plan = Schedule(made, Blocks(40, 8), 4, 100)
+    for _ in range(9):
+        for span in plan.next():
+            plan.computed(span)
+        assert [*plan.running, *plan.waiting] == made
+        assert len({sequence.state for sequence in plan.running}) == len(plan.running) == 4
+        plan.forget()
+        assert [*plan.waiting] == made
+        assert plan.blocks.free == 40
+        assert plan.blocks.shared(prefixes(range(8), 8)) == []
+    plan.next()
+    plan.leave(made[0])
+    plan.leave(made[5])
+    assert [*plan.running, *plan.waiting] == made[1:5]
