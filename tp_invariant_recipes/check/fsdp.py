@@ -46,7 +46,7 @@ FIELDS: dict[str, tuple[Values, str]] = {
     "model.init_model_with_meta_device": (_UNSET, "weights are drawn before they are sharded"),
     "optimizer.optimizer_cpu_offload": (_UNSET, _OFFLOAD),
     "model.cpu_offloading": (_UNSET, _OFFLOAD),
-    "optimizer.optimizer": (only("adam", "sgd"), "FSDP shards the matrices that other optimizers need whole"),
+    "optimizer.optimizer": (only("adam"), "Megatron-Core shards the states of Adam alone"),
     "model.pipeline_model_parallel_size": (_if_set(1), "FSDP's device mesh has no pipeline stages"),
     "checkpoint.ckpt_format": (only(FSDP_FORMAT), "FSDP saves DTensors"),
     "checkpoint.async_save": (_UNSET, "checkpoints of FSDP are written at once"),

@@ -98,3 +98,22 @@ def test_a_correct_layout_is_within_rounding(tpi, words):
     assert {tensor["kind"] for tensor in result["tensors"]} == {
         "weights", "forward", "backward", "gradients", "norm", "updates", "reports",
     }  # fmt: skip
+
+
+@pytest.mark.release
+def test_a_campaign_shrinks_a_fault_of_shards_to_its_strategy_and_ranks(tpi):
+    def plant():
+        from tp_invariant_recipes.features.audit import configurations
+
+        configurations.LAYOUTS = {"data": ("dp=2",), "batch": ("mbs=2",)}
+        configurations.OPTIONS = {"fsdp": configurations.OPTIONS["fsdp"][2:3]}
+        bugs.shards_averaged_twice()
+
+    words = f"qwen3_toy device=cpu {TWO.partition(' ')[2]} gbs=4 --all --exitfirst --json --dir audits"
+    done = tpi("audit", *words.split(), before=plant, status=1)
+    (fault,) = json.loads(done.stdout)["findings"]
+    strategy = "ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy=optim_grads"
+    assert (set(fault["settings"]), fault["module"]) == (
+        {"dp=2", strategy},
+        "gradients decoder.final_layernorm",
+    )

@@ -35,6 +35,21 @@ def test_one_data_parallel_rank_has_the_ledger_of_ddp(scenario, run, strategy):
         assert rounded.ledger()[0].grad_norm != ddp.ledger()[0].grad_norm
 
 
+MORE = (
+    "precision=fp32", "model.mtp_num_layers=1", "model.share_embeddings_and_output_weights=true",
+    "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",
+    "validation.eval_iters=1 validation.eval_interval=1",
+)  # fmt: skip
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("option", MORE)
+def test_other_options_have_the_ledger_of_ddp(scenario, option):
+    ddp, fsdp = scenario(DENSE, RUN, option), scenario(DENSE, RUN, option, f"{SHARDED}optim_grads_params")
+    ddp.compared(fsdp, status=0)
+    assert _digests(fsdp) == _digests(ddp)
+
+
 def test_several_ranks_add_as_ddp_does_where_gradients_are_added_once(scenario):
     """With sharded gradients each micro-batch is summed over ranks, and then added."""
     ddp = scenario("qwen3_toy", RUN, "dp=2")

@@ -462,7 +462,8 @@ FSDP, typed: qwen3_toy gbs=4 dp=2 numerics=stock ledger.digests=0 ddp.use_megatr
         ddp.num_distributed_optimizer_instances=2 | ddp.grad_reduce_in_fp32=false |
         ddp.nccl_ub=true | ddp.fsdp_double_buffer=true |
         ddp.average_in_collective=true |
-        checkpoint.ckpt_format=torch_dist | model.init_model_with_meta_device=true
+        checkpoint.ckpt_format=torch_dist | model.init_model_with_meta_device=true | optimizer.optimizer=sgd
+    unsaved: save=2
     others+weights: peft=lora
     taken: ddp.data_parallel_sharding_strategy=no_shard | ddp.data_parallel_sharding_strategy=optim | tp=2 |
         ddp.data_parallel_sharding_strategy=optim_grads | ddp.data_parallel_sharding_strategy=optim_grads_params |
@@ -488,6 +489,9 @@ INVARIANT_FSDP_EXPERTS, typed: qwen3_moe_toy gbs=4 dp=2 ddp.use_megatron_fsdp=tr
 INVARIANT_DDP, typed: qwen3_toy dp=2 gbs=2
     without: ddp.data_parallel_sharding_strategy=optim | ddp.data_parallel_sharding_strategy=optim_grads_params
     taken: ddp.data_parallel_sharding_strategy=no_shard
+FSDP_GPU, typed: qwen3_toy gbs=4 dp=2 numerics=stock device=gpu ddp.use_megatron_fsdp=true cuda_graph=off
+    others: cuda_graph=te seq=128 | precision=fp8_tensorwise
+    taken: tp=2
 WITHOUT_FSDP, typed: qwen3_toy numerics=stock
     alone: checkpoint.ckpt_format=fsdp_dtensor | dist.use_megatron_fsdp=true | dist.use_torch_fsdp2=true
 GUARD, typed: qwen3_toy gbs=4 dp=2 guard=shadow
