@@ -139,7 +139,6 @@ _STRATEGIES = {
     f"{_MOE} {FIXED} numerics.expert_groups=1": ("", f"dp=2 ep=2 {OPTIM}", f"dp=4 ep=4 {OPTIM} {BUCKETS}"),
     f"{DENSE} iters=2 {SHARDED} numerics=portable": ("", f"dp=2 {OPTIM}", f"tp=2 dp=2 {PARAMS}"),
     f"{DENSE} iters=2 {SHARDED} numerics=gather": ("", f"tp=2 dp=2 {PARAMS}"),
-    f"{DENSE} iters=2 {SHARDED} optimizer.optimizer=sgd": ("", f"dp=2 {PARAMS}"),
 }  # fmt: skip
 
 # --- models in FP8 ---
