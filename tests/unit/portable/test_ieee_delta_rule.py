@@ -7,6 +7,9 @@ import torch
 
 from tests.definitions.elementwise import folded, numpy_version
 from tests.operands import same_bits, sample
+from tp_invariant_recipes.portable.cached_pass import CachedPass, Recurrent
+from tp_invariant_recipes.portable.delta_net import _Past
+from tp_invariant_recipes.portable.ieee.cached_attention import Spans
 from tp_invariant_recipes.portable.ieee.delta_rule import Numbers, delta_rule, delta_rule_backward
 from tp_invariant_recipes.portable.ieee.router import route_by_sigmoid
 
@@ -118,3 +121,22 @@ def test_gradients_of_sigmoid_scores():
     picked = torch.where(probs > 0, wide.sigmoid(), 0.0)
     (theirs,) = torch.autograd.grad(picked / picked.sum(1, keepdim=True) * 2.5, wide, weights.double())
     torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", ((1, 1, 1, 7), (2, 8), (9, 1), (10,)))
+def test_a_convolution_in_parts_reads_the_tokens_before_them(cuts):
+    """Beside another sequence, whose state is the one before; a sequence begins with zeros, whatever was there."""
+    x, other, channels = sample("normal", 10, 6).bfloat16(), sample("normal", 3, 6, seed=1).bfloat16(), 6
+    tails = torch.full((1, 4, 3, channels), torch.nan, dtype=torch.bfloat16)
+    expected, start = _Past.apply(x.float(), 1), 0
+    for count in cuts:
+        rows = torch.tensor([(1, n) for n in range(3)] + [(2, n) for n in range(count)])
+        of_spans = spans((0, 3, 1, 1), (3, count, 2, start == 0), (0, 0, 0, 0))
+        positions = torch.tensor([0, 1, 2, *range(start, start + count)])
+        recurrent = Recurrent(of_spans, rows, torch.empty(0), tails)
+        now = CachedPass(Spans(of_spans, positions, 64, 7), positions, x, x, 16, (0,), recurrent)
+        taps = now.past(1, torch.cat([other, x[start : start + count]]))
+        for mine, whole_one, beside in zip(taps, expected, _Past.apply(other.float(), 1), strict=True):
+            assert same_bits(mine[3:], whole_one[start : start + count].contiguous())
+            assert same_bits(mine[:3], beside.contiguous())
+        start += count
