@@ -13,7 +13,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings.values import value_text
-from tp_invariant_recipes.sources.hf_families import FAMILIES, NAMES, PLAIN, WHOLE
+from tp_invariant_recipes.sources.hf_families import DEPTHS, FAMILIES, NAMES, PLAIN, WHOLE
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
 from tp_invariant_recipes.sources.weights import SHOWN, Checkpoint
 from tp_invariant_recipes.start import lazy_imports
@@ -80,7 +80,7 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     wrong = [f"{where}: its config.json has {setting}, and tpi imports no such model" for setting in fixed]
     has = family.sizes(model)
     for key, value in has.items():
-        if value != sizes[key]:
+        if value != sizes[key] and (key, value) != (DEPTHS, 0):  # a model may leave the folder's MTP out
             wrong.append(f"{where}: its {key} is {value_text(sizes[key])}; {_fix(family, key, sizes)}, not "
                          f"{value_text(family.of_model(key, has))}")  # fmt: skip
     tensors = _tensors(checkpoint, wanted, lambda name: family.spare(name, sizes))

@@ -171,6 +171,13 @@ def test_a_tied_output_layer_may_be_stored_twice(tmp_path):
     assert _problems(hf_folders.make(tmp_path / "a", TOY, change=twice)) == ""
 
 
+def test_a_model_may_leave_out_the_mtp_of_a_folder(tmp_path):
+    """As scores and rollouts do. The control: a folder without MTP is none of a model that has it."""
+    with_mtp, without = (hf_folders.model_section("glm45_toy", *more) for more in ((), ("model.mtp_num_layers=null",)))
+    assert _problems(hf_folders.make(tmp_path / "a", with_mtp), without) == ""
+    assert "model.mtp_num_layers=null, not 1" in _problems(hf_folders.make(tmp_path / "b", without), with_mtp)
+
+
 def test_another_architecture_is_refused_by_name(tmp_path):
     message = _problems(hf_folders.make(tmp_path / "a", TOY), hf_folders.model_section("llama32_toy"))
     assert "is of Qwen3ForCausalLM, and this model is a LlamaForCausalLM; choose another model" in message
