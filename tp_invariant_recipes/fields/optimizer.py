@@ -22,6 +22,7 @@ from tp_invariant_recipes.fields.field import (
     row,
     section,
 )
+from tp_invariant_recipes.settings.run_config import STRATEGIES
 
 _ELEMENT = "the optimizer computes every element alone"
 _NORM = "the gradient norm is one number for all ranks"
@@ -125,7 +126,7 @@ DDP = section(
         "megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode "
         "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer", _FSDP, adjust_to=False),
     row(OFF, "use_custom_fsdp", _FSDP),
-    row(only("no_shard", "optim", "optim_grads", "optim_grads_params"), "~data_parallel_sharding_strategy", _SAME),
+    row(only(*STRATEGIES), "~data_parallel_sharding_strategy", "FSDP has no such strategy"),
     row(only("no_shard"), "outer_dp_sharding_strategy", _FSDP, adjust_to="no_shard"),
     row(ON, "gradient_reduce_div_fusion", _FSDP),
     row(ON, "fsdp_all_gather_in_start_param_sync", _FSDP, adjust_to=True),
