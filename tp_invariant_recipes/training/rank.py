@@ -347,10 +347,11 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
     log = os.open(run_dir.rank_log(rank_info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    # A resource tracker of this rank's own, when it is needed: what it says of a killed rank is for the rank's log. The
-    # launcher's, which the rank has inherited, would warn on the user's terminal.
+    # A silent resource tracker of this rank's own, when it is needed. What one says of a killed rank would come to the
+    # user's terminal: from the launcher's tracker, or as one of the last lines of the rank's log.
     tracker: Any = resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 -- for the whole process
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     for handler in logging.root.handlers:  # of the launcher: a notebook's would show the log in a cell
