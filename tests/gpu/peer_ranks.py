@@ -98,7 +98,34 @@ def gathers():
         second = start_all_gather(slices, mesh())
         assert [type(moving.works[0]).__name__ == "PeerGather" for moving in (first, second)] == [True, False]
         assert torch.equal(second.arrived(), first.arrived())
+        parts = [*start_all_gather(slices, mesh()).slices(2**33)]
+        assert [at.start // TOKENS for _, at in parts][:1] == [dist.get_rank()]
+        assert len(parts) == dist.get_world_size()
+        assert all(torch.equal(part, expected[at]) for part, at in parts)
     return True
+
+
+def arrivals(waits):
+    """Slices that arrive late are read after they have arrived. The control: without waiting they are read before."""
+    slices = partials(1)[0]
+    expected = slices.new_empty(slices.shape[0] * dist.get_world_size(), FEATURES)
+    dist.all_gather_into_tensor(expected, slices)
+    all_gather(slices, mesh()).zero_()  # the memory that the next gather gets
+    copy, wait = symmetric_memory.Peers.copy, symmetric_memory.Peers.wait
+
+    def slow_copy(peers, to, part):
+        with torch.cuda.stream(peers._copying):
+            torch.cuda._sleep(SLOW)
+        copy(peers, to, part)
+
+    symmetric_memory.Peers.copy = slow_copy
+    moving = start_all_gather(slices, mesh())
+    symmetric_memory.Peers.wait = wait if waits else lambda *_: None
+    read = torch.empty_like(expected)
+    for part, at in moving.slices(2**33):
+        read[at] = part
+    torch.cuda.synchronize()
+    return torch.equal(read, expected)
 
 
 def graphs():
@@ -113,7 +140,9 @@ def graphs():
             for by_slices in (False, True, False)[: number or 3]:
                 gathered = start_all_gather(x[0], mesh())
                 results.append(through_memory(x, torch.bfloat16, by_slices))
-                results.append(gathered.arrived())
+                results.append(
+                    torch.cat([part for part, _ in sorted(gathered.slices(2**33), key=lambda p: p[1].start)])
+                )
         whole = x.new_empty(dist.get_world_size() * TOKENS, FEATURES)
         dist.all_gather_into_tensor(whole, x[0])
         captured.append((graph, results, by_nccl(x, torch.bfloat16), whole, x))  # which the graph reads
@@ -184,6 +213,8 @@ CASES = {f.__name__: f for f in (sums, orders_differ, gathers, graphs, after_ano
     "both": partial(with_barriers, 0, 1),
     "first": partial(with_barriers, 0),
     "second": partial(with_barriers, 1),
+    "late": partial(arrivals, True),
+    "early": partial(arrivals, False),
 }
 
 

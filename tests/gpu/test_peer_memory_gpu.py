@@ -29,7 +29,7 @@ def ranks(count: int, case: str) -> list:
 
 
 @pytest.mark.parametrize("count", (2, 4))
-@pytest.mark.parametrize("case", ("sums", "gathers", "graphs", "after_another_training", "both"))
+@pytest.mark.parametrize("case", ("sums", "gathers", "graphs", "after_another_training", "both", "late"))
 def test_peers_have_the_bits_of_nccl(count, case):
     assert all(ranks(count, case))
 
@@ -39,8 +39,8 @@ def test_another_order_of_ranks_has_other_bits():
 
 
 @pytest.mark.parametrize("count", (2, 4))
-@pytest.mark.parametrize("only", ("first", "second"))
-def test_with_one_barrier_bits_differ(count, only):
+@pytest.mark.parametrize("only", ("first", "second", "early"))
+def test_with_one_barrier_or_without_waiting_bits_differ(count, only):
     assert not all(ranks(count, only))
 
 

@@ -37,9 +37,9 @@ def _planted(mesh):
     quantized = fp8_format.quantized
     fp8_format.quantized = lambda weight, blockwise, group: quantized(weight, blockwise, None)
     results += [run(mesh, "fp8", COLUMN), run(mesh, "mxfp8", COLUMN)]
-    of_rank, start = mxfp8.along_columns, plain.start_all_gather
+    of_rank = mxfp8.along_columns
     alone = lambda x: mxfp8.sides(x, E4M3, rows=False, groups=Groups((len(x),), torch.tensor([len(x)])))[1]  # noqa: E731
-    plain.start_all_gather = lambda x, mesh: start(alone(x), mesh)  # tokens, before they are gathered
+    Mxfp8.start_gathering = lambda _, kept, mesh: plain.start_all_gather(alone(kept[0]), mesh)
     mxfp8.along_columns = lambda x, dtype: x if len(x) == S32 else of_rank(x, dtype)  # the weight has more rows
     return [*results, run(mesh, "mxfp8", COLUMN)]
 

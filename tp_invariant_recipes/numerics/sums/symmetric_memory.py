@@ -9,6 +9,13 @@ work runs; then each rank adds its inbox in tree order, with the bits of numeric
     barrier      all slices have arrived
     add          kernels/tree_add.py
 
+Copy engines pull the slices of a gather out of the peers' buffers, while a GEMM multiplies this rank's own:
+
+    barrier      the peers have pulled this rank's slice of the use before
+    copy         this rank's slice into its buffer
+    barrier      all slices are in their buffers
+    pull         slice r of each peer in turn, own ones last; an event for each
+
 Both barriers wait on the stream, and nothing else orders one use of the memory and the next, so that CUDA graphs may be
 replayed in any order. A group has one buffer for sums; what begins while another sum is in it goes by NCCL.
 
@@ -130,12 +137,13 @@ class Peers:
         views[self.rank].copy_(slices.reshape(-1))
         self.gathers.complete()
         whole = slices.new_empty(self.size * slices.shape[0], *slices.shape[1:])
+        arrived = {}
         for peer in self.order():
             self.copy(whole.view(self.size, -1)[peer], views[peer])
-        copied, transfer = self.copied(), self.transfer("all-gather over symmetric memory")
-        if transfer is not None:
+            arrived[peer] = self.copied()
+        if (transfer := self.transfer("all-gather over symmetric memory")) is not None:
             transfer.sent(slices[None])
-        return PeerGather(self, whole, copied, transfer)
+        return PeerGather(self, whole, slices, arrived, transfer)
 
     def transfer(self, operation: str) -> Any:
         """Return what digests the messages of a collective (features/guard/collectives.py); None: nothing does."""
@@ -207,16 +215,26 @@ class PeerSum:
 
 @dataclass
 class PeerGather:
-    """A gather on its way. whole: all ranks' slices. copied: the event that ends it."""
+    """A gather on its way. whole: all ranks' slices; own: this one's. events: by rank the end of its copy, in order."""
 
     peers: Peers
     whole: Tensor
-    copied: Any
+    own: Tensor
+    events: dict[int, Any]
     transfer: Any = None
 
+    def slices(self) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the ranks' slices with their rows of `whole`: this one's at once, each other when it has arrived."""
+        *others, own = self.events
+        for peer in (own, *others):
+            rows = slice(peer * len(self.own), (peer + 1) * len(self.own))
+            if peer != own:
+                self.peers.wait(self.events[peer])
+            yield self.own if peer == own else self.whole[rows], rows
+
     def wait(self) -> None:
-        """Have the stream wait for it."""
-        self.peers.wait(self.copied)
+        """Have the stream wait for all of it."""
+        self.peers.wait(self.events[self.peers.rank])  # the last copy
         if self.transfer is not None:
             self.transfer.received(self.whole.view(self.peers.size, -1), 0)
         self.peers.gathers.busy = False

@@ -2,6 +2,7 @@
 """Who decides that sums over ranks go through peers' memory; tests/gpu/test_peer_memory_gpu.py has the bits."""
 
 from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.kernels.gemm.quantize import E4M3, Quantized
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.numerics.sums import symmetric_memory
+from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
+from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
+from tp_invariant_recipes.numerics.sums import symmetric_memory, tree
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.training.rank import adapt
@@ -136,3 +140,58 @@ def test_barriers_that_take_time_slices_are_given_to_nccl(choose, monkeypatch, c
     )
     problem = symmetric_memory._slow(Mock())
     assert problem == ("a barrier takes 2.0 ms, as on shared GPUs" if slow else None)
+
+
+class _Copying(symmetric_memory.Peers):
+    """Rank 1 of 4, whose copies end when the stream waits for them. early: or never, as if nothing waited."""
+
+    def __init__(self, slices, early=False):
+        self.rank, self.size, self.group, self.early = 1, 4, GROUP, early
+        views = [part.reshape(-1).clone() for part in slices]
+        views[self.rank].zero_()
+        self.gathers = SimpleNamespace(begin=lambda *_: views, complete=lambda: None, busy=True)
+        self.started, self.ended = [], 0
+
+    def copy(self, to, part):
+        to.fill_(99)
+        self.started.append((to, part))
+
+    def copied(self):
+        return len(self.started)
+
+    def wait(self, event):
+        for to, part in self.started[self.ended : 0 if self.early else event]:
+            to.copy_(part)
+        self.ended = max(self.ended, event)
+
+
+@pytest.mark.parametrize("early", (False, True), ids=("", "the control: rows that have not arrived"))
+@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
+def test_rows_are_multiplied_as_they_arrive(monkeypatch, fp8, early):
+    """Small integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randint(-4, 5, (n, 128), generator=generator).float() for n in (64, 32))
+    expected, mesh = rows @ weight.t(), VirtualMesh(4, 4, 1, GROUP)
+    monkeypatch.setattr(tree, "WORTH", 0)
+    slices = rows.to(E4M3 if fp8 else torch.bfloat16).chunk(4)
+    peers = _Copying([part.view(torch.uint8) for part in slices] if fp8 else slices, early)
+    monkeypatch.setattr(tree, "peers_of", lambda *_: peers)
+    form, across, mine = PLAIN, weight.bfloat16(), slices[1]
+    if fp8:
+        form = Fp8(False, E4M3)
+        across, mine = (Quantized(x, torch.ones(())) for x in (weight.to(E4M3), mine))
+    gathered = form.gathered(mine, mesh)
+    parts = gathered.slices(1)
+    first, at = next(parts)
+    assert at == slice(16, 32)
+    assert torch.equal((first.data if fp8 else first).float(), rows[at])
+    assert peers.ended == 0  # nothing waits for the rank's own rows
+    for n, (_, at) in enumerate(parts):
+        assert at == slice((n + 2) % 4 * 16, (n + 2) % 4 * 16 + 16)
+        assert peers.ended == n + 1
+    assert not peers.gathers.busy
+    peers = _Copying([part.view(torch.uint8) for part in slices] if fp8 else slices, early)
+    out = torch.zeros(64, 32)
+    form.multiply(form.gathered(mine, mesh), across, out, mesh, 1, forward=True)
+    assert torch.equal(out, expected) is not early
+    assert not peers.gathers.busy
