@@ -85,7 +85,7 @@ def planted(kind, memory, flag):
     def spoiled(self, *args):
         peers = self.peers
         if kind is gather:
-            peers.wait(self.copied)
+            peers.wait(self.events[peers.rank])
             flip(self.whole)
             return arrived(self, *args)
         complete = peers.sums.complete
