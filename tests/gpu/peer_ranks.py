@@ -20,7 +20,7 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import (
     Reducing,
     all_gather,
-    begin_reduce_scatter,
+    reduce_scatter_by_slices,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatter,
@@ -46,9 +46,9 @@ def through_memory(nodes, dtype, by_slices=False):
     if not by_slices:
         started = start_reduce_scatter(nodes, mesh())
     else:
-        started = begin_reduce_scatter(nodes[0], FEATURES, mesh())
-        for peer in started.peers.order():
-            started.send(peer, tree_sum(nodes[:, started.rows(peer)].contiguous()))
+        operand = nodes.new_empty(1).expand(TOKENS, 2**16)  # of a GEMM whose halves are worth a launch
+        started = reduce_scatter_by_slices(operand, FEATURES, mesh(), lambda at: nodes[:, at].contiguous())
+        assert [len(parts) for parts in started.parts.values()] == [2] * (dist.get_world_size() - 1) + [1]
     assert type(started).__name__ == "PeerSum"
     return started.finished(dtype)
 

@@ -174,27 +174,38 @@ class PeerSum:
     """A sum over ranks. Each slice of the node is sent as soon as it is computed, in the order of `Peers.order`.
 
     inboxes: of each rank, [t, tokens/t · …] fp32: row r is what rank r sends. shape: of a node.
-    parts:   what this rank has computed, by rank, until it is sent.
+    parts:   what this rank has computed, by rank in order of rows, until it is sent.
     """
 
     peers: Peers
     inboxes: list[Tensor]
     shape: tuple[int, ...]
     transfer: Any = None
-    parts: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def rows(self, peer: int) -> slice:
         """Return the rows of the node that a rank gets."""
         each = self.shape[0] // self.peers.size
         return slice(peer * each, (peer + 1) * each)
 
+    def slices(self, halves: bool) -> Iterator[tuple[int, slice]]:
+        """Yield ranks and their rows in the order of `send`. halves: of a peer's, the first travel during a GEMM."""
+        for peer in self.peers.order():
+            rows = self.rows(peer)
+            middle = (rows.start + rows.stop) // 2
+            if halves and peer != self.peers.rank and self.transfer is None:  # digests are of whole messages
+                yield peer, slice(rows.start, middle)
+                rows = slice(middle, rows.stop)
+            yield peer, rows
+
     def send(self, peer: int, part: Tensor) -> None:
-        """Send a rank its rows, [tokens/t, …] fp32 without gaps."""
-        self.parts[peer] = part.reshape(-1)
+        """Send a rank its next rows, [n, …] fp32 without gaps."""
+        part, sent = part.reshape(-1), sum(map(len, self.parts.setdefault(peer, [])))
+        self.parts[peer].append(part)
         if peer != self.peers.rank:
-            self.peers.copy(self.inboxes[peer][self.peers.rank], self.parts[peer])
+            self.peers.copy(self.inboxes[peer][self.peers.rank][sent : sent + len(part)], part)
             if self.transfer is not None:
-                self.transfer.sent(self.parts[peer][None], peer)
+                self.transfer.sent(part[None], peer)
 
     def finished(self, dtype: torch.dtype) -> Tensor:
         """[tokens/t, …] of `dtype`."""
@@ -206,7 +217,7 @@ class PeerSum:
             self.transfer.received(rows[:own], 0)
             self.transfer.received(rows[own + 1 :], own + 1)
         inbox = [*rows]
-        inbox[peers.rank] = self.parts[peers.rank]
+        (inbox[peers.rank],) = self.parts[peers.rank]
         out = torch.empty(self.shape[0] // peers.size, *self.shape[1:], dtype=dtype, device=peers.device)
         peer_add(inbox, out.view(-1))
         peers.sums.busy = False

@@ -6,7 +6,7 @@ move bytes; every addition is in kernels/. device.peer_memory has ranks of one h
 (numerics/sums/symmetric_memory.py), with the same bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,13 +93,22 @@ def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> 
     return tree_sum(all_gather(node.unsqueeze(0), mesh), dtype)
 
 
-def begin_reduce_scatter(operand: Tensor, features: int, mesh: VirtualMesh) -> PeerSum | None:
-    """Return a sum whose slices are sent one by one; None: only whole nodes can be sent.
+def reduce_scatter_by_slices(
+    operand: Tensor, features: int, mesh: VirtualMesh, nodes: Callable[[slice], Tensor]
+) -> PeerSum | None:
+    """Start a sum whose slices are sent as soon as each is computed; None: only whole nodes can be sent.
 
-    operand: [tokens, …] of the GEMM that the nodes, [tokens, features], come from.
+    operand: [tokens, k/t] of the GEMM that the nodes, [tokens, features], come from.
+    nodes:   computes those of some tokens, [n, tokens, features] fp32, as `start_reduce_scatter` takes them.
     """
-    peers = peers_of(mesh, operand, operand.shape[0] // mesh.size * features * 4)
-    return None if peers is None else peers.begin_sum((operand.shape[0], features))
+    tokens = operand.shape[0]
+    peers = peers_of(mesh, operand, tokens // mesh.size * features * 4)
+    started = None if peers is None else peers.begin_sum((tokens, features))
+    if started is not None:
+        halves = tokens // mesh.size // 2 * operand.shape[1] * features >= WORTH
+        for peer, rows in started.slices(halves):
+            started.send(peer, tree_sum(nodes(rows)))
+    return started
 
 
 def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing | PeerSum:

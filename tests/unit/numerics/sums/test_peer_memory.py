@@ -8,11 +8,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tests.operands import same_bits
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.gemm.quantize import E4M3, Quantized
 from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.numerics.gemm import fp8 as fp8_products
 from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.sums import symmetric_memory, tree
@@ -195,3 +197,26 @@ def test_rows_are_multiplied_as_they_arrive(monkeypatch, fp8, early):
     form.multiply(form.gathered(mine, mesh), across, out, mesh, 1, forward=True)
     assert torch.equal(out, expected) is not early
     assert not peers.gathers.busy
+
+
+@pytest.mark.parametrize("least, cuts", ((0, [(2, 8), (2, 8), (3, 8), (3, 8), (0, 8), (0, 8), (1, 16)]), (2**33, None)))
+def test_slices_of_an_fp8_sum_are_sent_as_they_are_computed(monkeypatch, least, cuts):
+    """Halves of the peers' where a GEMM takes long, own rows last."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(n, 128, generator=generator).to(E4M3) for n in (64, 32))
+    a, b = (Quantized(x, torch.ones(())) for x in (rows, weight))
+    peers, sent, inboxes = _Copying(rows.view(torch.uint8).chunk(4)), [], [torch.zeros(64, 32) for _ in range(4)]
+    peers.sums = SimpleNamespace(begin=lambda *_: inboxes)
+    send = symmetric_memory.PeerSum.send
+    monkeypatch.setattr(symmetric_memory.PeerSum, "send", lambda s, to, x: sent.append((to, len(x))) or send(s, to, x))
+    monkeypatch.setattr(tree, "peers_of", lambda *_: peers)
+    monkeypatch.setattr(tree, "WORTH", least)
+    mesh = VirtualMesh(4, 4, 1, GROUP)
+    form = Fp8(False, E4M3)
+    started = form.start_contraction(a, b, mesh, 1, forward=True, scatters=True, dtype=torch.bfloat16).sum
+    assert sent == (cuts or [(2, 16), (3, 16), (0, 16), (1, 16)])
+    (whole,) = fp8_products.nodes(a, b, mesh, (128,))
+    peers.wait(peers.copied())
+    for peer, part in enumerate(whole.chunk(4)):
+        got = started.parts[1][0] if peer == 1 else inboxes[peer].view(4, -1)[1]
+        assert same_bits(got.view(16, 32), part)

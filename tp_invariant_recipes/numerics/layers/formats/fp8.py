@@ -44,7 +44,13 @@ from tp_invariant_recipes.numerics.layers.formats.plain import (
 )
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.tree import Moving, all_gather, start_all_gather, start_reduce_scatter
+from tp_invariant_recipes.numerics.sums.tree import (
+    Moving,
+    all_gather,
+    reduce_scatter_by_slices,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 if TYPE_CHECKING:
@@ -263,8 +269,14 @@ class Fp8:
         dtype: torch.dtype,
     ) -> Reduced:  # fmt: skip
         """As Plain's."""
-        nodes = fp8.nodes(rows, across, mesh, sizes_of(segments, rows.data.shape[1]), dtype)
-        return Reduced(start_reduce_scatter(nodes, mesh), mesh, scatters)
+        sizes, features = sizes_of(segments, rows.data.shape[1]), across.data.shape[0]
+
+        def of_rows(part: slice) -> Tensor:
+            return fp8.nodes(rows.of_rows(part.start, part.stop - part.start), across, mesh, sizes)
+
+        if forward and (started := reduce_scatter_by_slices(rows.data, features, mesh, of_rows)) is not None:
+            return Reduced(started, mesh, scatters)
+        return Reduced(start_reduce_scatter(fp8.nodes(rows, across, mesh, sizes, dtype), mesh), mesh, scatters)
 
     def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
         """As Plain's. dy: [n, tokens]; x: [k, tokens]."""

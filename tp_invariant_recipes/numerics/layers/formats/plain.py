@@ -38,11 +38,10 @@ from tp_invariant_recipes.numerics.sums.tree import (
     Moving,
     Reducing,
     all_gather,
-    begin_reduce_scatter,
+    reduce_scatter_by_slices,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatter,
-    tree_sum,
 )
 from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
@@ -229,13 +228,11 @@ def start_contraction(
     if not a.is_cuda:
         partials = [products.partials(rows, b, mesh.local, sizes) for (rows,) in each_context(mesh, a)]
         return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
-    started = begin_reduce_scatter(a, b.shape[1], mesh) if by_slices and mesh.contexts == 1 else None
-    if started is None:
-        return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.gemm, dtype), mesh)
-    for peer in started.peers.order():
-        nodes = contraction.nodes(a[started.rows(peer)], b, mesh, sizes, products.gemm)
-        started.send(peer, tree_sum(nodes))
-    return started
+    if by_slices and mesh.contexts == 1:
+        nodes = lambda rows: contraction.nodes(a[rows], b, mesh, sizes, products.gemm)  # noqa: E731
+        if (started := reduce_scatter_by_slices(a, b.shape[1], mesh, nodes)) is not None:
+            return started
+    return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.gemm, dtype), mesh)
 
 
 def sizes_of(segments: Split, features: int) -> tuple[int, ...]:
