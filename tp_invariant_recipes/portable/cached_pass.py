@@ -51,9 +51,9 @@ class CachedPass:
     recurrent: Recurrent | None = None
     _turns: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def turns(self, dim: int, base: float, factor: float | None) -> tuple[Tensor, Tensor]:
+    def turns(self, dim: int, base: float, scaling: float | ieee_rotary.Yarn | None) -> tuple[Tensor, Tensor]:
         """cos and sin of the rows' positions, [R, dim / 2] fp32: as of `ieee_rotary.tables`, once a pass."""
-        kind = dim, base, factor
+        kind = dim, base, scaling
         if kind not in self._turns:
             tables = ieee_rotary.tables(self.longest, *kind, str(self.slots.device))
             cos, sin = (table.index_select(0, self.spans.positions) for table in tables)

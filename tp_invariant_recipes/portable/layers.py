@@ -218,11 +218,19 @@ def apply_rotary_pos_emb(
         raise NotImplementedError("only rotary positions of whole sequences have a portable version")
     if mla_rotary_interleaved:  # pairs of multi-latent attention lie side by side
         t = torch.cat([t[..., 0::2], t[..., 1::2]], -1)
-    factor = config.rope_scaling_factor if getattr(config, "rope_scaling", False) else None
+    scaling = _scaling(config)
     if (now := cached_pass.current()) is not None:
-        return ieee_rotary.rotate(t, *now.turns(freqs.shape[-1], config.rotary_base, factor))
-    cos, sin = ieee_rotary.tables(freqs.shape[0], freqs.shape[-1], config.rotary_base, factor, str(t.device))
+        return ieee_rotary.rotate(t, *now.turns(freqs.shape[-1], config.rotary_base, scaling))
+    cos, sin = ieee_rotary.tables(freqs.shape[0], freqs.shape[-1], config.rotary_base, scaling, str(t.device))
     return _Rotated.apply(t, cos, sin)
+
+
+def _scaling(config: Any) -> float | ieee_rotary.Yarn | None:
+    """Return how positions are scaled, as `ieee_rotary.tables` takes it; by 1 they are not."""
+    if config.multi_latent_attention and config.rope_type == "yarn" and config.rotary_scaling_factor != 1:
+        range_of = config.original_max_position_embeddings, config.beta_fast, config.beta_slow
+        return ieee_rotary.Yarn(config.rotary_scaling_factor, *range_of)
+    return config.rope_scaling_factor if getattr(config, "rope_scaling", False) else None
 
 
 class _Rotated(LayerFunction):

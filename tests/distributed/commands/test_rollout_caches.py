@@ -6,18 +6,20 @@ import random
 
 import pytest
 
-from tests.distributed.layouts.rows import PORTABLE_LATENT, PORTABLE_NEXT
+from tests.distributed.layouts.rows import PORTABLE_LATENT, PORTABLE_NEXT, PORTABLE_YARN
 
 pytestmark = pytest.mark.usefixtures("modelopt", "portable_loops")
 
-MODELS = {"latent": PORTABLE_LATENT, "delta": PORTABLE_NEXT}
+MODELS = {"latent": PORTABLE_LATENT, "yarn": PORTABLE_YARN, "delta": PORTABLE_NEXT}
 DRAWS = "p.jsonl device=cpu max_tokens=3 do_sample=true top_k=0 n=2 seed=3 --digest"
 LENGTHS = (3, 70, 17)
 # Of one file: a layout; parts of prompts; a cache for two sequences, from which others are preempted.
 SAME = ("tp=2 --batch 3 --chunk 20", "--batch 2 --cache 128 --chunk 1")
 
 
-@pytest.fixture(scope="module", params=["delta", pytest.param("latent", marks=pytest.mark.release)])
+@pytest.fixture(
+    scope="module", params=["delta", *(pytest.param(name, marks=pytest.mark.release) for name in ("latent", "yarn"))]
+)
 def trained(request, shared):
     draw, name = random.Random(7), request.param
     rows = [{"id": f"p{n}", "tokens": [draw.randrange(512) for _ in range(k)]} for n, k in enumerate(LENGTHS)]

@@ -359,6 +359,7 @@ PORTABLE = f"{SHORTEST} numerics=portable"
 PORTABLE_SMALL = "qwen3_toy numerics=portable seq=32 gbs=2 iters=2"
 PORTABLE_NEXT = f"{NEXT} {NEXT_ALONE} numerics=portable gbs=1 iters=2"
 PORTABLE_LATENT = f"{small('moonlight_toy')} numerics=portable iters=2"
+PORTABLE_YARN = f"{small('deepseek_v3_toy')} numerics=portable iters=2"
 PORTABLE_EXPERTS = f"{_MOE} numerics=portable iters=2"
 _PORTABLE = {
     PORTABLE_SMALL: ("tp=1", "tp=4 sp=false", "tp=1 pp=2"),
@@ -368,6 +369,7 @@ _PORTABLE = {
     PORTABLE_EXPERTS: ("tp=1", "tp=2 ep=2", "tp=1 pp=2", "tp=4"),
     PORTABLE_NEXT: ("tp=1", "tp=2 ep=2", "tp=2 pp=2"),
     PORTABLE_LATENT: ("tp=1", "tp=2 ep=2", "tp=2 pp=2"),
+    PORTABLE_YARN: ("tp=1", "tp=2"),
     **{f"{name}_toy numerics=portable seq=32 gbs=1 iters=1": ("tp=1", "tp=2") for name in ("llama32", "qwen25")},
 }  # fmt: skip
 

@@ -422,8 +422,8 @@ PORTABLE_EXPERTS, or_stock: qwen3_moe_toy numerics=portable
         model.moe_router_score_function=sigmoid | model.moe_router_load_balancing_type=seq_aux_loss |
         model.moe_router_dtype=fp32 | model.moe_shared_expert_intermediate_size=256
 PORTABLE_LATENT, or_stock: moonlight_toy numerics=portable
-    by_yarn: model.rotary_scaling_factor=4.0
-    taken: tp=2 ep=2 | pp=2
+    concentrated: model.rotary_scaling_factor=4.0 model.mscale=0.5
+    taken: tp=2 ep=2 | pp=2 | model.rotary_scaling_factor=4.0
 IN_FP8, typed: qwen3_toy numerics=tree precision=fp8_tensorwise
     other_recipe: mixed_precision=fp16_with_mxfp8_mixed | mixed_precision.fp8_recipe=custom |
         mixed_precision=fp16_with_fp8_subchannel_scaling_mixed

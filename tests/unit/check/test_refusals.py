@@ -85,8 +85,8 @@ def test_tree_takes_what_portable_refuses_of_experts(override):
 BEYOND = {
     "deepseek_v3_toy numerics=gather": "numerics=gather: multi-latent attention is covered by numerics=tree and "
     "numerics=portable only",
-    "deepseek_v3_toy numerics=portable": "numerics=portable: YaRN of multi-latent attention has no portable version; "
-    "model.rotary_scaling_factor=1.0",
+    "deepseek_v3_toy numerics=portable model.mscale_all_dim=0.5": "numerics=portable: YaRN that multiplies cosines "
+    "has no portable version; model.mscale_all_dim with the value of model.mscale",
     "qwen3_moe_toy numerics=gather": "numerics=gather: experts are covered by numerics=tree and numerics=portable only",
     "nemotron3_nano_toy numerics=gather": "numerics=gather: Mamba layers are covered by numerics=tree only",
     "nemotron3_nano_toy numerics=portable": "numerics=portable: Mamba layers have no portable version; numerics=tree",

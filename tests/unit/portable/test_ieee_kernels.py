@@ -130,6 +130,21 @@ def test_shards_of_a_norm_do_not_depend_on_their_neighbours():
 # --- rotary positions ---
 
 
+@pytest.mark.parametrize("factor, original, fast, slow", ((40.0, 4096, 32.0, 1.0), (16.0, 512, 8.0, 2.0)))
+def test_yarn_has_megatrons_angles(factor, original, fast, slow, monkeypatch):
+    """Up to fp32's rounding; the control is another factor."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    numbers = {"original_max_position_embeddings": original, "beta_fast": fast, "beta_slow": slow}
+    theirs = YarnRotaryEmbedding(64, rotary_base=5e4, scaling_factor=factor, use_cpu_initialization=True, **numbers)
+    angles = theirs.get_emb(48)[0][:, 0, 0, :32]
+    for mine, equal in ((factor, True), (factor + 1, False)):
+        cos, sin = ieee_rotary.tables(48, 64, 5e4, ieee_rotary.Yarn(mine, original, fast, slow))
+        assert torch.allclose(cos, angles.cos(), atol=1e-5) == equal
+        assert torch.allclose(sin, angles.sin(), atol=1e-5) == equal
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", (32, 44), ids=("all of it", "a part"))

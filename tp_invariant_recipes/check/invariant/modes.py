@@ -39,10 +39,11 @@ def _scores(config: RunConfig) -> str:
     return config.model.get("moe_router_score_function") or SCORES[0]
 
 
-def _by_yarn(config: RunConfig) -> bool:
-    """Whether latent attention scales its angles; both defaults are Megatron-Core's."""
+def _concentrated(config: RunConfig) -> bool:
+    """Whether YaRN of latent attention multiplies cosines; all defaults are Megatron-Core's."""
     model = config.model
-    return is_mla(config) and model.get("rope_type", "yarn") == "yarn" and model.get("rotary_scaling_factor", 40) != 1
+    scaled = model.get("rope_type", "yarn") == "yarn" and model.get("rotary_scaling_factor", 40) > 1
+    return is_mla(config) and scaled and model.get("mscale", 1.0) != model.get("mscale_all_dim", 0.0)
 
 
 EXPERTS = (
@@ -66,7 +67,8 @@ PORTABLE_LIMITS = (
         "attention and GEMMs are specified for bf16 and FP8 only", "precision=bf16"),
     _portable_row(lambda t: t.shape.hybrid, "Mamba layers have no portable version", "numerics=tree"),
     *EXPERTS,
-    _own(_by_yarn, "YaRN of multi-latent attention has no portable version", "model.rotary_scaling_factor=1.0"),
+    _own(_concentrated, "YaRN that multiplies cosines has no portable version",
+        "model.mscale_all_dim with the value of model.mscale"),
     _own(low_precision.enabled, "multi-latent attention and gated delta nets have no portable version in FP8",
         "precision=bf16"),
     _own(*uncaptured("portable multi-latent attention and gated delta nets have")),

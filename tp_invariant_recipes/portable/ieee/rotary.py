@@ -4,7 +4,7 @@
 The tables are made once, on the CPU, in fp64, and rounded to fp32:
 
     frequency i  the fp64 number nearest to base^(-2i / dim)         decimal's power, to 50 digits
-    scaled       as Llama 3.1 does, in fp64, every operation rounded once; or not
+    scaled       as Llama 3.1 or YaRN does, in fp64, every operation rounded once; or not
     angle        position * frequency, rounded once
     cos, sin     of the angle: n pi/2 taken off in three parts (Cody and Waite), then the polynomials of FreeBSD's
                  k_cos.c and k_sin.c; every operation rounded once. In ULP of fp32 the error is below 0.501.
@@ -18,7 +18,7 @@ With x in two halves (not interleaved), in fp32, each operation rounded once, th
 import math
 from decimal import Decimal, localcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ TILE = 4096
 LARGEST_ANGLE = 2.0**20
 ORIGINAL_LENGTH, LOW, HIGH = 8192, 1, 4  # of Llama 3.1: positions, and the turns in them between which scaling fades
 
+_PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 _TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
 _HALF_PI = tuple(
     map(float.fromhex, ("0x1.921fb544p+0", "0x1.0b4611a6p-34", "0x1.3198a2e037073p-69"))
@@ -51,18 +52,32 @@ _SIN = (
 )  # fmt: skip
 
 
+class Yarn(NamedTuple):
+    """Positions beyond those of a model's first training (Peng et al., "YaRN", 2023), as multi-latent attention has it.
+
+    factor: of wavelengths. original: positions of that training. fast, slow: turns in them between which scaling fades.
+    """
+
+    factor: float
+    original: int
+    fast: float
+    slow: float
+
+
 @cache
 def tables(
-    length: int, dim: int, base: float, factor: float | None = None, device: str = "cpu"
+    length: int, dim: int, base: float, scaling: float | Yarn | None = None, device: str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the positions 0 to length - 1: [length, dim / 2] each, fp32, on a device. Do not change them.
 
-    dim:    how many numbers of a head are rotated, even. base: `rotary_base`.
-    factor: `rope_scaling_factor` of Llama 3.1; None: frequencies are not scaled.
+    dim:     how many numbers of a head are rotated, even. base: `rotary_base`.
+    scaling: `rope_scaling_factor` of Llama 3.1, or YaRN's numbers; None: frequencies are not scaled.
     """
     frequencies = _frequencies(dim, base)
-    if factor is not None:
-        frequencies = _scaled(frequencies, factor)
+    if isinstance(scaling, Yarn):
+        frequencies = _scaled_by_yarn(frequencies, base, scaling)
+    elif scaling is not None:
+        frequencies = _scaled(frequencies, scaling)
     angles = np.arange(length, dtype=np.float64)[:, None] * frequencies[None, :]
     sin, cos = sin_cos(angles)
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
@@ -81,6 +96,20 @@ def _scaled(frequencies: NDArray[np.float64], factor: float) -> NDArray[np.float
     between = (1 - share) * frequencies / factor + share * frequencies
     short, long = wavelengths < ORIGINAL_LENGTH / HIGH, wavelengths > ORIGINAL_LENGTH / LOW
     return np.where(short, frequencies, np.where(long, frequencies / factor, between))
+
+
+def _scaled_by_yarn(frequencies: NDArray[np.float64], base: float, yarn: Yarn) -> NDArray[np.float64]:
+    """Those of Megatron-Core's YarnRotaryEmbedding; every operation rounded once. The range has whole ends."""
+    half = len(frequencies)
+    with localcontext() as context:
+        context.prec = 50
+        places = [
+            half * (Decimal(yarn.original) / (2 * _PI * Decimal(turns))).ln() / Decimal(base).ln()
+            for turns in (yarn.fast, yarn.slow)
+        ]
+    low, high = max(math.floor(places[0]), 0), min(math.ceil(places[1]), 2 * half - 1)
+    scaled = np.clip((np.arange(half, dtype=np.float64) - low) / (high - low or 0.001), 0, 1)
+    return frequencies / yarn.factor * scaled + frequencies * (1 - scaled)
 
 
 def sin_cos(x: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

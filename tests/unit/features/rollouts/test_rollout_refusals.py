@@ -45,7 +45,8 @@ FAMILIES = (
     ("qwen3_next_toy", None),
     ("glm45_toy", None),
     ("qwen3_next_toy model.layernorm_zero_centered_gamma=false", None),
-    ("deepseek_v3_toy", "YaRN of multi-latent attention has no portable version"),
+    ("deepseek_v3_toy", None),
+    ("deepseek_v3_toy model.mscale_all_dim=0.5", "YaRN that multiplies cosines has no portable version"),
     ("gemma3_toy", "families with own layers are covered by numerics=tree only"),
 )
 
