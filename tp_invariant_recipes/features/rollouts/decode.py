@@ -153,6 +153,8 @@ class CachedPasses:
         self.graphs = graphs and capturable(groups, self.device)
         self._graphs: dict[tuple[int, int | None], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._seen: dict[tuple[int, int | None], Inputs] = {}  # what graphs read
+        # One replay follows another, so graphs share the memory between their kernels.
+        self._pool = torch.cuda.graph_pool_handle() if self.graphs else None
 
     def __call__(self, spans: Sequence[Span], shared: Common) -> Tensor:
         """Draw a token for each span that predicts one, in order, as `drawn` reads it. No spans: a pass of fillers.
@@ -166,6 +168,13 @@ class CachedPasses:
             return self._replayed(inputs, limits)
         longest = max((span.count for span in spans), default=1)
         return self._computed(self._on_device(inputs), longest, limits)
+
+    def capture(self, most: int, kinds: Sequence[int | None]) -> None:
+        """Capture the graphs of passes of up to `most` single rows now. kinds: limits, as of `draw`."""
+        sizes = sorted({self._sized(rows) for rows in range(1, most + 1)}, reverse=True) if self.graphs else ()
+        for size, limits in ((size, limits) for size in sizes for limits in kinds):
+            for _ in range(2):  # as it is, then into a graph
+                self._replayed(self._inputs((), Common(size, 1, -1, 1)), limits)
 
     def _on_device(self, inputs: Inputs) -> Inputs:
         if self.device.type != "cuda":
@@ -260,7 +269,7 @@ class CachedPasses:
             to.copy_(torch.from_numpy(values))
         if kind not in self._graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 out = self._computed(held, 1, limits)
             self._graphs[kind] = graph, out
         graph, out = self._graphs[kind]

@@ -40,6 +40,8 @@ from tp_invariant_recipes.training.heartbeat import Phase
 
 CACHED = PortableDotProductAttention, PortableGatedDeltaNet
 SHARE = 0.8  # of the free memory, for the cache at most
+SERVED = 1 << 15  # tokens of a sequence that a server's first graphs take
+KINDS = None, 0  # limits of draws, of a server's first graphs: all tokens, and top-p
 
 
 class Engine:
@@ -84,7 +86,7 @@ class Engine:
         self.preemptions = 0  # of the last `generate`
         self.device = next(self.model.parameters()).device
         self._passes: CachedPasses | None = None
-        self._blocks = 0
+        self._blocks, self._longest = 0, 1  # of the cache; tokens of a sequence that every cache takes
         self._addresses: list[int] = []
 
     def generate(
@@ -135,8 +137,12 @@ class Engine:
         self._passes = None
 
     def opened(self) -> Schedule:
-        """Return an empty schedule over the whole cache, for `serve`."""
-        self._cache(self._room(), 1)
+        """Return an empty schedule over the whole cache, for `serve`. Its graphs are captured."""
+        count = self._room()
+        self._longest = max(1, min(SERVED, count * self.block))
+        passes = self._cache(count, 1)
+        with passes.entered():
+            passes.capture(self.sequences, KINDS)
         return self._schedule([])
 
     def serve(self, plan: Schedule, between: Callable[[list[Completion], bool], bool]) -> None:
@@ -261,7 +267,7 @@ class Engine:
 
     def _cache(self, count: int, longest: int) -> CachedPasses:
         """Return passes over a cache of at least so many blocks; longest: tokens of a sequence, at most."""
-        longest = power_of_two(longest)  # few sizes occur
+        longest = power_of_two(max(longest, self._longest))  # few sizes occur
         held = self._passes
         if held is not None and self._blocks >= count and held.cache.longest >= longest:
             return held

@@ -36,3 +36,15 @@ def test_ranks_compute_one_kind_of_pass(monkeypatch):
 def test_a_graph_holds_what_nccl_exchanges(monkeypatch, backends, device, expected):
     monkeypatch.setattr(decode.dist, "get_backend", lambda group: group)
     assert decode.capturable(backends.split(), torch.device(device)) == expected
+
+
+def test_a_server_captures_every_size_of_rows_before_its_requests():
+    """A graph of the sizes that 1 … 200 rows are filled up to, the largest first; each is computed, then captured."""
+    passes = object.__new__(decode.CachedPasses)
+    passes.multiple, passes.graphs, replayed = 8, True, []
+    passes._inputs = lambda spans, shared: shared.rows
+    passes._replayed = lambda rows, limits: replayed.append((rows, limits))
+    passes.capture(200, (None, 0))
+    kinds = [(rows, limits) for rows in (256, 192, 128, 64, 32, 16, 8) for limits in (None, 0)]
+    assert replayed == [kind for kind in kinds for _ in range(2)]
+    assert {kind[0] for kind in kinds} == {passes._sized(rows) for rows in range(1, 201)}
