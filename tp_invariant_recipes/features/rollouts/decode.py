@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.features.inference.rank import LEAST, padded
-from tp_invariant_recipes.features.rollouts.schedule import SCRATCH, Span
+from tp_invariant_recipes.features.rollouts.schedule import SCRATCH, SampleState, Span
 from tp_invariant_recipes.kernels.causal_conv import TAPS
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics import mode
@@ -42,6 +42,7 @@ NO_RANDOM_STATES = Replacement(
     lambda _: nullcontext,
     "sequence parallelism sets random states for dropout, of which there is none here; no CUDA graph can capture it",
 )
+NO_DRAW = 0.0, 1.0, 0.0, 1.0  # numbers of a row that only fills up
 Drawn = tuple[int, float, int, int]  # token, log-probability (fp32), rank, digest of the vocabulary's
 
 
@@ -137,6 +138,49 @@ class Common(NamedTuple):
     tokens: int
 
 
+class SingleRows:
+    """What a pass of `total` single rows reads, on the host. What a sequence keeps stays while it keeps its row.
+
+    Rows that only fill up are written to the scratch block, and no span has them.
+    """
+
+    def __init__(self, total: int, cache: Cache) -> None:
+        rows, tables = np.zeros((total, 5), np.int64), np.zeros((total, 2 + cache.blocks), np.int32)
+        states, draws, numbers = np.zeros((total, 4), np.int32), np.zeros((total, 4), np.int64), np.zeros((total, 4))
+        self.inputs, self.size = Inputs(rows, tables, states, draws, numbers), cache.size
+        self._held: list[tuple[SampleState, list[int], int]] = []  # of each row, with its blocks and how many
+        self._keys, self._numbers = np.zeros((total, 3), np.int64), np.zeros((total, 4))
+
+    def __call__(self, sequences: Sequence[SampleState]) -> Inputs:
+        """Return what a row of each sequence reads."""
+        rows, tables, states, draws, numbers = self.inputs
+        count, held = len(sequences), self._held
+        for n, sequence in enumerate(sequences):
+            blocks = sequence.blocks
+            if n < len(held) and held[n][0] is sequence and held[n][1] is blocks and held[n][2] == len(blocks):
+                continue
+            tables[n, : 2 + len(blocks)] = [n, 1, *blocks]
+            states[n, :3], rows[n, 3] = (n, 1, sequence.state), sequence.state
+            self._keys[n] = sequence.key, sequence.sample, len(sequence.request.tokens)
+            self._numbers[n] = sequence.request.sampling.numbers
+        for part in (rows, tables, states):
+            part[count:] = 0
+        self._held = [(sequence, sequence.blocks, len(sequence.blocks)) for sequence in sequences]
+        starts = np.array([sequence.computed for sequence in sequences], np.int64)
+        rows[:count, 0] = [sequence.token(sequence.computed) for sequence in sequences]
+        rows[:count, 1], rows[count:, 2] = starts, SCRATCH * self.size
+        rows[:count, 2] = (
+            tables[np.arange(count), 2 + starts // self.size].astype(np.int64) * self.size + starts % self.size
+        )
+        states[:count, 3] = starts == 0
+        drawn = np.array([len(sequence.drawn) for sequence in sequences], np.int64)
+        at = np.flatnonzero(starts + 1 == self._keys[:count, 2] + drawn)  # a row within a prompt draws nothing
+        draws[:], numbers[:] = 0, NO_DRAW
+        draws[: len(at)] = np.column_stack((at, self._keys[at, :2], drawn[at]))
+        numbers[: len(at)] = self._numbers[at]
+        return self.inputs
+
+
 class CachedPasses:
     """Passes of a model over a cache. model: unwrapped. graphs: whether rows are decoded in CUDA graphs."""
 
@@ -154,6 +198,7 @@ class CachedPasses:
         self._graphs: dict[tuple[int, int | None], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._seen: dict[tuple[int, int | None], Inputs] = {}  # what graphs read
         # One replay follows another, so graphs share the memory between their kernels.
+        self._single: dict[int, SingleRows] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.graphs else None
 
     def __call__(self, spans: Sequence[Span], shared: Common) -> Tensor:
@@ -205,12 +250,15 @@ class CachedPasses:
         return -(-(1 << (least - 1).bit_length()) // self.multiple) * self.multiple
 
     def _inputs(self, spans: Sequence[Span], shared: Common) -> Inputs:
-        """On the host. Rows that only fill up are written to the scratch block, and no span has them."""
-        single = shared.longest == 1
-        total, size = self._sized(shared.rows if single else sum(span.count for span in spans)), self.cache.size
-        tile = rows_of_tile(self.heads, 1 if single else 2) if self.device.type == "cuda" else total
-        rows = np.zeros((total, 5), np.int64)
-        states = np.zeros((total if single else len(spans), 4), np.int32)
+        """On the host; of single rows valid until the next pass of as many."""
+        if shared.longest == 1:
+            total = self._sized(shared.rows)
+            if total not in self._single:
+                self._single[total] = SingleRows(total, self.cache)
+            return self._single[total]([span.sequence for span in spans])
+        total, size = self._sized(sum(span.count for span in spans)), self.cache.size
+        tile = rows_of_tile(self.heads, 2) if self.device.type == "cuda" else total
+        rows, states = np.zeros((total, 5), np.int64), np.zeros((len(spans), 4), np.int32)
         rows[:, 2] = SCRATCH * size
         first = 0
         tables: list[tuple[int, int, list[int]]] = []
@@ -219,28 +267,23 @@ class CachedPasses:
         for number, (sequence, count) in enumerate((span.sequence, span.count) for span in spans):
             start, blocks, state = sequence.computed, sequence.blocks, sequence.state
             states[number] = first, count, state, start == 0
-            if count == 1:
-                slot = blocks[start // size] * size + start % size
-                rows[first] = *sequence.tokens(start, start + 1), start, slot, state, 0
-            else:
-                positions = np.arange(start, start + count)
-                slots = np.array(blocks)[positions // size] * size + positions % size
-                tokens = sequence.tokens(start, start + count)
-                rows[first : first + count] = np.stack(
-                    (tokens, positions, slots, np.full(count, state), positions - start), 1
-                )
+            positions = np.arange(start, start + count)
+            slots = np.array(blocks)[positions // size] * size + positions % size
+            tokens = sequence.tokens(start, start + count)
+            rows[first : first + count] = np.stack(
+                (tokens, positions, slots, np.full(count, state), positions - start), 1
+            )
             tables += [(first + n, min(tile, count - n), blocks) for n in range(0, count, tile)]
             first += count
             if start + count == len(sequence):
                 draws.append((first - 1, sequence.key, sequence.sample, len(sequence.drawn)))
                 numbers.append(sequence.request.sampling.numbers)
-        table = np.zeros((total if single else len(tables), 2 + self.cache.blocks), np.int32)
+        table = np.zeros((len(tables), 2 + self.cache.blocks), np.int32)
         for n, (at, count, blocks) in enumerate(tables):
             table[n, : 2 + len(blocks)] = [at, count, *blocks]
-        drawn = total if single else self._sized(len(draws)) if draws else 0
-        filler = drawn - len(draws)
+        filler = (self._sized(len(draws)) if draws else 0) - len(draws)
         draws += [(0, 0, 0, 0)] * filler
-        numbers += [(0, 1, 0, 1)] * filler
+        numbers += [NO_DRAW] * filler
         columns = np.array(draws, np.int64), np.array(numbers, np.float64)
         return Inputs(rows, table, states, *(column.reshape(-1, 4) for column in columns))
 

@@ -109,6 +109,11 @@ class SampleState:
         """Tokens of prompt and completion, at most."""
         return len(self.request.tokens) + self.request.sampling.max_new_tokens
 
+    def token(self, place: int) -> int:
+        """Return a token of prompt and completion."""
+        rest = place - len(self.request.tokens)
+        return self.request.tokens[place] if rest < 0 else self.drawn[rest]
+
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Tokens start … end - 1 of prompt and completion."""
         prompt = self.request.tokens
@@ -123,7 +128,7 @@ class SampleState:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen ones take the host longer
 class Span:
     """Tokens of a sequence that a pass computes: `count` from sequence.computed on."""
 
@@ -149,6 +154,7 @@ class Schedule:
         self.waiting, self.running = deque(sequences), list[SampleState]()
         self.blocks, self.most, self.chunk = blocks, most, chunk
         self.preemptions = 0
+        self._behind = False  # whether running sequences may have more than a token to compute
         self.longest = 1  # tokens of a sequence that has run, at most
 
     def next(self) -> list[Span]:
@@ -158,15 +164,18 @@ class Schedule:
     def prompts(self) -> list[Span]:
         """Return spans of prompts, which may be asked for before the last draws are known; empty: there are none."""
         self._admit()
-        spans, room = [], self.chunk
-        for sequence in self.running:
+        spans, room = list[Span](), self.chunk
+        for sequence in self.running if self._behind else ():
             if (count := min(room, len(sequence) - sequence.computed)) > 1:
                 room -= count
                 spans.append(Span(sequence, count))
+        self._behind = bool(spans)
         return spans
 
     def _admit(self) -> None:
         """Run what waits, while there are blocks for it; not while its prompt is computed for another sample."""
+        if not self.waiting:
+            return
         computing = {name for s in self.running for name in s.names[s.computed // self.blocks.size :]}
         later: list[SampleState] = []
         while self.waiting and len(self.running) < self.most:
@@ -187,15 +196,16 @@ class Schedule:
             sequence.state = self._states.pop()
             computing.update(names[len(shared) :])
             self.running.append(sequence)
+            self._behind = True
             self.longest = max(self.longest, sequence.most)
         self.waiting.extendleft(reversed(later))
 
     def _rows(self) -> list[Span]:
         """Return a row of every running sequence, each with a block for it."""
-        ready = 0
+        ready, size = 0, self.blocks.size
         while ready < len(self.running):
             sequence = self.running[ready]
-            if len(sequence) > len(sequence.blocks) * self.blocks.size:
+            if sequence.computed >= len(sequence.blocks) * size:
                 if not self.blocks.free:
                     self._preempt()
                     continue
@@ -213,8 +223,7 @@ class Schedule:
         """Note that a pass has computed a span: its whole blocks can be shared."""
         sequence, size = span.sequence, self.blocks.size
         before, sequence.computed = sequence.computed, sequence.computed + span.count
-        whole = sequence.computed // size
-        for number in range(before // size, min(whole, len(sequence.names))):
+        for number in range(before // size, min(sequence.computed // size, len(sequence.names))):
             self.blocks.name(sequence.blocks[number], sequence.names[number])
 
     def end(self, sequence: SampleState) -> None:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks that exchange experts' tokens agree on before a pass, and which groups a CUDA graph may hold."""
 
+import random
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from tp_invariant_recipes.features.rollouts import decode
 from tp_invariant_recipes.features.rollouts.decode import Common, common
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
-from tp_invariant_recipes.features.rollouts.schedule import SampleState, Span
+from tp_invariant_recipes.features.rollouts.schedule import Blocks, SampleState, Schedule, Span
 
 DEVICE = torch.device("cpu")
 
@@ -48,3 +52,38 @@ def test_a_server_captures_every_size_of_rows_before_its_requests():
     kinds = [(rows, limits) for rows in (256, 192, 128, 64, 32, 16, 8) for limits in (None, 0)]
     assert replayed == [kind for kind in kinds for _ in range(2)]
     assert {kind[0] for kind in kinds} == {passes._sized(rows) for rows in range(1, 201)}
+
+
+def test_single_rows_are_those_of_their_sequences_whoever_had_the_rows_before():
+    """Sequences end, join, wait again and read prompts token by token; each pass is what its sequences alone say."""
+    draw, size, total = random.Random(0), 4, 8
+    made = decode.SingleRows(total, SimpleNamespace(size=size, blocks=8))
+    states = [state(draw.randrange(1, 12), do_sample=True, top_k=n) for n in range(40)]
+    plan, passes = Schedule(states, Blocks(9, size), 6, 1), 0
+    while spans := plan.next():
+        passes += 1
+        rows, tables, of_states, draws, numbers = made([span.sequence for span in spans])
+        drawing = []
+        for n, each in enumerate(span.sequence for span in spans):
+            at = each.computed
+            token = [*each.request.tokens, *each.drawn][at]
+            slot = each.blocks[at // size] * size + at % size
+            assert rows[n].tolist() == [token, at, slot, each.state, 0]
+            assert tables[n, : 2 + len(each.blocks)].tolist() == [n, 1, *each.blocks]
+            assert of_states[n].tolist() == [n, 1, each.state, at == 0]
+            if at + 1 == len(each):
+                drawing.append([n, each.key, each.sample, len(each.drawn), *each.request.sampling.numbers])
+        filler = [[0, 0, 0, 0, *decode.NO_DRAW]] * (total - len(drawing))
+        assert np.hstack([draws, numbers]).tolist() == drawing + filler
+        assert rows[len(spans) :].tolist() == [[0] * 5] * (total - len(spans))
+        assert not tables[len(spans) :].any()
+        assert not of_states[len(spans) :].any()
+        for span in spans:
+            drew = span.draws
+            plan.computed(span)
+            if drew:
+                span.sequence.drawn.append(draw.randrange(9))
+                if draw.random() < 0.2 or len(span.sequence) == span.sequence.most:
+                    plan.end(span.sequence)
+    assert plan.preemptions
+    assert passes > 40
