@@ -16,6 +16,7 @@ together, is below 2^63.
 One launch of each Triton kernel covers all tensors, and the host does not wait for the GPU.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -126,12 +127,16 @@ def _place(bits: Tensor) -> Tensor:
 
 
 def _square_limbs_torch(piece: Tensor, largest: Tensor) -> Tensor:
-    bits = _bits(piece)
-    x = _place(bits)
-    down = (_place(largest) - x).clamp_(max=31).mul_(2)
-    m = bits - (x << 23)  # the rest of the exponent field is the leading bit of normal numbers
-    q = m.to(torch.int64).bitwise_left_shift_(7)
-    q = q.mul_(q).bitwise_right_shift_(down.to(torch.int64))
+    if not piece.is_cuda and (top := int(largest) >> 23) > 31:  # no subnormal counts, which a CPU may flush
+        q = piece.double().mul_(math.ldexp(1.0, 157 - top))  # exact in fp64, and so is the square
+        q = q.mul_(q).to(torch.int64)
+    else:
+        bits = _bits(piece)
+        x = _place(bits)
+        down = (_place(largest) - x).clamp_(max=31).mul_(2)
+        m = bits - (x << 23)  # the rest of the exponent field is the leading bit of normal numbers
+        q = m.to(torch.int64).bitwise_left_shift_(7)
+        q = q.mul_(q).bitwise_right_shift_(down.to(torch.int64))
     low = (q & _WORD).sum()
     high = q.bitwise_right_shift_(LIMB).sum() + (low >> LIMB)
     return torch.stack((low & _WORD, high & _WORD, high >> LIMB))

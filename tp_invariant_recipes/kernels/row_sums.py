@@ -10,7 +10,6 @@ add_rows       rows added to chosen rows: the gradient of a table that a batch o
 Each row's bits depend only on the rows that are added to it.
 """
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -38,7 +37,7 @@ def folding_sum(values: Tensor, dim: int) -> Tensor:
     """
     n = values.shape[dim]
     if not values.is_cuda:  # NumPy's calls take half as long, and whole rows are added faster than parts of them
-        parts = np.ascontiguousarray(np.moveaxis(values.numpy(), dim, 0))
+        parts = values.movedim(dim, 0).contiguous().numpy()
         while n > 1:
             half = (n + 1) // 2
             parts[: n - half] += parts[half:n]

@@ -216,7 +216,7 @@ DEFAULT = ":4096:8"  # torch's own choice on Hopper and Blackwell: 32 MiB
 def deterministic_mode_without_its_extras() -> None:
     """Reduce host time without changing bits. Call it after setting up the CUDA device and the environment.
 
-    Deterministic mode fills every new tensor with NaN by one launch; no code here reads unwritten memory. Also, torch
+    Deterministic mode fills every new tensor with NaN; no code here reads unwritten memory. Also, torch
     parses CUBLAS_WORKSPACE_CONFIG with a regular expression at every product, in 30 µs, although cuBLAS already has its
     workspace. If the value is torch's default for the device, this function removes it from the environment after the
     only check for it has passed (aten/src/ATen/cuda/CublasHandlePool.cpp).

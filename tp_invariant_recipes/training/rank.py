@@ -228,7 +228,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
         stack.callback(optimizer_step.restore)
         callbacks = [*callbacks, optimizer_step]
         adapt(stack, config)
-        if config.device.kind != "cpu" and config.numerics.mode != STOCK:
+        if config.numerics.mode != STOCK:
             from tp_invariant_recipes.training.callbacks import DeterministicOverhead
 
             callbacks = [*callbacks, DeterministicOverhead()]
