@@ -39,8 +39,8 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 def _forward_torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.float()
     mean = folding_sum(wide * wide, -1) * (1.0 / x.shape[-1])
-    scale = (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)
-    return (wide * scale * weight.float()).to(x.dtype), scale
+    scale = mean.add_(eps).sqrt_().reciprocal_().unsqueeze(-1)
+    return (wide * scale).mul_(weight.float()).to(x.dtype), scale
 
 
 def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -88,8 +88,8 @@ def _backward_torch(
     normal = x.float() * scale
     dnormal = wide * weight.float()
     along = folding_sum(dnormal * normal, -1).unsqueeze(-1) * (1.0 / x.shape[-1])
-    dx = ((dnormal - normal * along) * scale).to(x.dtype)
     products = wide * normal
+    dx = dnormal.sub_(normal.mul_(along)).mul_(scale).to(x.dtype)
     if by_heads:
         tokens_added = folding_sum(products.reshape(x.shape[0], shards, -1, x.shape[-1]), 0)
         return dx, folding_sum(tokens_added, 1).unsqueeze(1)

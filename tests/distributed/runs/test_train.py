@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from tests.distributed.faults import at_step, reached
+from tests.distributed.small_models import DENSE
 from tp_invariant_recipes.data.text import prepare
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
@@ -102,6 +105,17 @@ def test_a_dry_run_checks_everything_and_writes_nothing(tpi, text):
     assert "Megatron-Bridge refuses this configuration" in refused.stderr
     assert refused.stdout == ""  # memory is for a machine that cannot start the run, such as a login node
     assert files(tpi.folder) == before
+
+
+def test_invariant_numerics_fill_no_tensor_with_nan(tpi):
+    """torch's deterministic mode would, each time that memory is taken."""
+
+    def look(context):
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        assert (torch.are_deterministic_algorithms_enabled(), filled) == (True, False)
+
+    tpi("train", *DENSE.split(), "iters=1", "gbs=1", before=at_step(1, look), status=0)
+    assert reached(tpi.folder, 1)()
 
 
 def test_a_dry_run_of_a_run_to_go_on_with(runs):

@@ -148,14 +148,17 @@ def test_no_gradients_at_all():
     assert exact_grad_norm([torch.empty(0, 3), torch.ones(4)]) == 2.0
 
 
-def test_subnormals_count_even_where_the_cpu_flushes_them():
-    values = torch.full((100,), 2.0**-140)
+@pytest.mark.parametrize("largest", (-140, -110, -97, -96, -95, -94))
+def test_subnormals_count_even_where_the_cpu_flushes_them(largest):
+    values = [2.0**largest, *[2.0**-126 - TINY] * 100]
+    square, tensor = counted(values), torch.tensor(values)
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormals")
     try:
-        assert exact_grad_norm([values]) == 10 * 2.0**-140
+        limbs = kernels.square_limbs([tensor], kernels.largest([tensor])).tolist()
     finally:
         torch.set_flush_denormal(False)
+    assert sum(limb << 32 * n for n, limb in enumerate(limbs)) * Fraction(4) ** (max(map(place, values)) - 7) == square
 
 
 @given(seed=seeds, down=st.integers(0, 40))
