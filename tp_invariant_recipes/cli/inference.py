@@ -143,7 +143,7 @@ def serve(
     request = workflow.ServeRequest(
         source, [*(overrides or [])], host, port, step, tokenizer, api_key_file, logs, queue, body, engine
     )
-    output.finish(workflow.serve(request, terminal.console_of_its_own()), as_json=False)
+    raise typer.Exit(0 if workflow.serve(request, terminal.console_of_its_own()) else 130)
 
 
 def export(

@@ -3,20 +3,19 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from tp_invariant_recipes.data.sequences import Codec
 from tp_invariant_recipes.features.rollouts.requests import LENGTH
-from tp_invariant_recipes.features.serve.backend import Open
-from tp_invariant_recipes.features.serve.bodies import Chat, Generate, OpenAI, SamplingParams
+from tp_invariant_recipes.features.serve.backend import Open, Sample
+from tp_invariant_recipes.features.serve.bodies import Asked, Chat, Draws
 from tp_invariant_recipes.features.serve.messages import ABORT
 
 Part = dict[str, Any]
+HALF = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a part of a character
 
 
 def decimals(log_probabilities: Sequence[float]) -> list[float]:
@@ -29,171 +28,156 @@ def hexadecimal(log_probabilities: Sequence[float]) -> list[str]:
     return [f"{bits:08x}" for bits in np.array(log_probabilities, np.float32).view(np.uint32).tolist()]
 
 
-def _text(codec: Codec | None, opened: Open, number: int, *, special: bool, trim: bool) -> tuple[str, Part | None]:
-    """Return a sample's text, up to the first stop string, and why it has ended; None: it has not.
+class Answer:
+    """The samples of a body's requests, in order, as they are now. codec: None: there is no tokenizer.
 
-    special: whether the text has special tokens. trim: whether it lacks the stop string.
+    sent: what a stream has sent of each: its tokens, characters of its text, and why it has ended.
     """
-    sample, sampling = opened.samples[number], opened.work.request.sampling
-    text = ""
-    if codec is not None and codec.loaded is not None:
-        text = codec.loaded.decode(sample.tokens, skip_special_tokens=not special)
-    elif codec is not None:
-        text = codec.decode(sample.tokens)
-    matched: Any = min(((text.find(stop), stop) for stop in sampling.stop_strings if stop in text), default=None)
-    if matched is not None and trim:
-        text = text[: matched[0]]
-    if sample.reason == ABORT:
-        return text, {"type": ABORT, "message": "aborted by a request to do so"}
-    if sample.reason == LENGTH:
-        return text, {"type": LENGTH, "length": len(sample.tokens)}
-    if sample.reason is None:
-        return text, None
-    last = sample.tokens[-1]
-    return text, {"type": sample.reason, "matched": last if last in sampling.eos_token_id else matched and matched[1]}
+
+    def __init__(self, codec: Codec | None, asked: Asked, opened: Sequence[Open], model: str) -> None:
+        self.codec, self.asked, self.opened, self.model = codec, asked, opened, model
+        pairs = zip(opened, asked.draws, strict=True)
+        self.samples = [(each, sample, draws) for each, draws in pairs for sample in each.samples]
+        self.sent: list[tuple[int, int, str | None]] = [(0, 0, None)] * len(self.samples)
+        self.body: Any = asked.body
+
+    def changed(self) -> Iterator[Part]:
+        """Yield what a stream has to send of the samples that have changed."""
+        for index, (_, sample, _) in enumerate(self.samples):
+            tokens, shown, reason = self.sent[index]
+            if (len(sample.tokens), sample.reason) != (tokens, reason):
+                part, shown = self.part(index, tokens, shown)
+                self.sent[index] = len(sample.tokens), shown, sample.reason
+                yield part
+
+    def whole(self) -> Part | list[Part]:
+        """Return the answer of a request that has ended."""
+        raise NotImplementedError
+
+    def part(self, index: int, tokens: int = 0, shown: int = 0) -> tuple[Part, int]:
+        """Return what is sent of a sample and the length of its text. tokens, shown: what was sent of it before."""
+        raise NotImplementedError
+
+    def last(self) -> list[Part]:
+        """Return what ends a stream."""
+        return []
+
+    def text(self, opened: Open, sample: Sample, draws: Draws) -> tuple[str, Part | None]:
+        """Return a sample's text, up to a stop string, and why it has ended; None: it has not.
+
+        The text of one that has not ended lacks an end that may become another character, or a stop string.
+        """
+        sampling, codec = opened.request.sampling, self.codec
+        stops, skips = sampling.stop_strings, codec is not None and codec.loaded and draws.skip_special_tokens
+        text = codec.decode(sample.tokens) if codec is not None and (stops or not skips) else ""
+        matched: Any = min(((text.find(stop), stop) for stop in stops if stop in text), default=(0, None))[1]
+        if codec is not None and skips:
+            text = codec.loaded.decode(sample.tokens, skip_special_tokens=True)
+        if sample.reason is None:
+            text = text.rstrip(HALF)
+            longest = 0 if draws.no_stop_trim else max(map(len, stops), default=0)
+            ends = range(max(0, len(text) - longest), len(text))
+            return text[: next((n for n in ends if any(stop.startswith(text[n:]) for stop in stops)), None)], None
+        if sample.reason == ABORT:
+            return text, {"type": ABORT, "message": "aborted by a request to do so"}
+        if sample.reason == LENGTH:
+            return text, {"type": LENGTH, "length": len(sample.tokens)}
+        if matched is not None and not draws.no_stop_trim:
+            text = text.partition(matched)[0]
+        last = sample.tokens[-1]
+        return text, {"type": sample.reason, "matched": last if last in sampling.eos_token_id else matched}
 
 
-def _versions(opened: Open, number: int) -> Part:
-    sample = opened.samples[number]
-    runs = sample.versions or ((opened.version, len(sample.tokens)),)
-    listed = [{"weight_version": version, "tokens": count} for version, count in runs]
-    return {"weight_version": runs[-1][0], "weight_versions": listed}
+def _versions(sample: Sample) -> Part:
+    listed = [{"weight_version": version, "tokens": count} for version, count in sample.versions]
+    return {"weight_version": sample.versions[-1][0], "weight_versions": listed}
 
 
-class Sglang:
-    """Answers of /generate. given, each: the body, and how its prompts sample."""
+class Sglang(Answer):
+    """Answers of /generate; the text and the tokens of a stream grow."""
 
-    def __init__(self, codec: Codec | None, given: Generate, each: Sequence[SamplingParams]) -> None:
-        self.codec, self.given, self.each, self.begun = codec, given, each, time.monotonic()
-        self.sent: dict[int, list[tuple[int, str | None]]] = {}
+    def whole(self) -> Part | list[Part]:
+        """Return the answer of a request that has ended."""
+        parts = [self.part(index)[0] for index in range(len(self.samples))]
+        return parts if self.asked.several or len(parts) > 1 else parts[0]
 
-    def changed(self, opened: Open, place: int, *, several: bool) -> list[Part]:
-        """Return what a stream has to send of a prompt: the samples that have changed."""
-        before = self.sent.get(place) or [(0, None)] * len(opened.samples)
-        self.sent[place] = [(len(sample.tokens), sample.reason) for sample in opened.samples]
-        parts = self.parts(opened, place, several=several)
-        return [part for part, old, new in zip(parts, before, self.sent[place], strict=True) if old != new]
-
-    def parts(self, opened: Open, place: int, *, several: bool) -> list[Part]:
-        """Return the samples of a prompt as they are now. place: of the prompt in the body."""
-        parts = [self._sample(opened, number, self.each[place]) for number in range(len(opened.samples))]
-        first = place * len(parts)
-        return [part | ({"index": first + n} if several else {}) for n, part in enumerate(parts)]
-
-    def _sample(self, opened: Open, number: int, params: SamplingParams) -> Part:
-        sample, request = opened.samples[number], opened.work.request
-        special, trim = not params.skip_special_tokens, not params.no_stop_trim
-        text, finish = _text(self.codec, opened, number, special=special, trim=trim)
+    def part(self, index: int, tokens: int = 0, shown: int = 0) -> tuple[Part, int]:
+        """Return a sample."""
+        opened, sample, draws = self.samples[index]
+        (text, finish), prompt = self.text(opened, sample, draws), opened.request.tokens
         meta: Part = {
-            "id": request.id, "sample": number, "finish_reason": finish, "prompt_tokens": len(request.tokens),
-            "completion_tokens": len(sample.tokens), "cached_tokens": 0,
-            "e2e_latency": round(time.monotonic() - self.begun, 6), **_versions(opened, number),
+            "id": opened.request.id, "sample": sample.number, "finish_reason": finish, "prompt_tokens": len(prompt),
+            "completion_tokens": len(sample.tokens), "cached_tokens": 0, **_versions(sample),
         }  # fmt: skip
-        if self.given.return_logprob:
+        if self.body.return_logprob:
             meta |= self._scored("output", sample.tokens, sample.log_probabilities)
         if opened.scores is not None:
             line, meta["input_weight_version"] = opened.scores
-            values = json.loads(line)["logprobs"] if line else []
-            meta |= self._scored("input", request.tokens[opened.work.first :], values)
-        return {"text": text, "output_ids": sample.tokens, "meta_info": meta}
+            meta |= self._scored("input", prompt[self.body.first :], json.loads(line)["logprobs"] if line else [])
+        listed = self.body.stream and (self.asked.several or len(self.samples) > 1)
+        part = {"text": text, "output_ids": sample.tokens, "meta_info": meta}
+        return part | ({"index": index} if listed else {}), 0
 
     def _scored(self, which: str, tokens: Sequence[int], log_probabilities: Sequence[float]) -> Part:
         """Return tokens with their log-probabilities; nothing predicts the first token of a prompt."""
         none = [None] * (len(tokens) - len(log_probabilities))
-        texts: Sequence[str | None] = [None] * len(tokens)
-        if self.given.return_text_in_logprobs and self.codec is not None:
-            texts = [self.codec.decode([token]) for token in tokens]
-        rows = [*zip([*none, *decimals(log_probabilities)], tokens, texts, strict=True)]
-        bits = {f"{which}_token_bits": [*none, *hexadecimal(log_probabilities)]} if self.given.bits else {}
+        rows = [
+            (value, token, None) for value, token in zip([*none, *decimals(log_probabilities)], tokens, strict=True)
+        ]
+        bits = {f"{which}_token_bits": [*none, *hexadecimal(log_probabilities)]} if self.body.bits else {}
         return {f"{which}_token_logprobs": rows, **bits}
 
 
-@dataclass
-class Choices:
-    """Answers of OpenAI's routes. given: the body. sent: of a stream, each sample's tokens and characters so far."""
+class OpenAI(Answer):
+    """Answers of OpenAI's routes; a stream has what is new."""
 
-    codec: Codec | None
-    given: OpenAI
-    model: str
-    opened: Sequence[Open]
-    sent: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        """Note what each answer begins with."""
-        self.chat = isinstance(self.given, Chat)
-        kind = "chat.completion" if self.chat else "text_completion"
-        kind += ".chunk" if self.chat and self.given.stream else ""
-        self.head = {"id": self.opened[0].work.request.id, "object": kind, "created": self.created}
-        self.head |= {"model": self.given.model or self.model}
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.chat = isinstance(self.body, Chat)
+        kind = ("chat.completion.chunk" if self.body.stream else "chat.completion") if self.chat else "text_completion"
+        self.head = {"id": self.opened[0].request.id, "object": kind, "created": int(time.time())}
+        self.head["model"] = self.body.model or self.model
 
     def whole(self) -> Part:
         """Return the answer of a request that has ended."""
-        pairs = [(each, number) for each in self.opened for number in range(len(each.samples))]
-        choices = [self._choice(*pair, index, 0, 0)[0] for index, pair in enumerate(pairs)]
-        answer = {**self.head, "choices": choices, "usage": self._usage()}
-        if self.given.return_token_ids and self.chat:
-            answer["prompt_token_ids"] = self.opened[0].work.request.tokens
+        choices = [self._choice(index, 0, 0)[0] for index in range(len(self.samples))]
+        prompt = {"prompt_token_ids": self.opened[0].request.tokens} if self.chat and self.body.return_token_ids else {}
+        answer = self.head | {"choices": choices, "usage": self._usage()} | prompt
         return answer | {"weight_version": choices[-1]["weight_version"]}
 
-    def parts(self, opened: Open, place: int) -> list[Part]:
-        """Return what a stream has to send of a prompt."""
-        found = []
-        for number, sample in enumerate(opened.samples):
-            start, shown = self.sent.get((opened.key, number), (0, 0))
-            if start < 0 or (len(sample.tokens) == start and sample.reason is None):
-                continue
-            index = place * len(opened.samples) + number
-            choice, length = self._choice(opened, number, index, start, shown)
-            if choice is not None:
-                self.sent[opened.key, number] = (-1, 0) if sample.reason else (len(sample.tokens), length)
-                found.append(self.head | {"choices": [choice]})
-        return found
+    def part(self, index: int, tokens: int = 0, shown: int = 0) -> tuple[Part, int]:
+        """Return what is new of a sample."""
+        choice, shown = self._choice(index, tokens, shown)
+        return self.head | {"choices": [choice]}, shown
 
     def last(self) -> list[Part]:
-        """Return what ends a stream."""
-        options = self.given.stream_options
-        return [self.head | {"choices": [], "usage": self._usage()}] if options and options.include_usage else []
+        """Return the usage, where it is asked for."""
+        asked = (self.body.stream_options or {}).get("include_usage")
+        return [self.head | {"choices": [], "usage": self._usage()}] if asked else []
 
     def _usage(self) -> Part:
-        prompt = sum(len(each.work.request.tokens) for each in self.opened)
-        new = sum(len(sample.tokens) for each in self.opened for sample in each.samples)
+        prompt = sum(len(each.request.tokens) for each in self.opened)
+        new = sum(len(sample.tokens) for _, sample, _ in self.samples)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def _choice(self, opened: Open, number: int, index: int, start: int, shown: int) -> tuple[Any, int]:
-        """Return a choice and the length of its text. start, shown: tokens and characters that were sent before.
-
-        It is None where the text of a stream ends in half a character, whose other half comes.
-        """
-        sample, prompt = opened.samples[number], opened.work.request.tokens
-        text, finish = _text(self.codec, opened, number, special=not self.given.skip_special_tokens, trim=True)
-        if self.given.stream and finish is None and text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return None, 0
+    def _choice(self, index: int, start: int, shown: int) -> tuple[Part, int]:
+        opened, sample, draws = self.samples[index]
+        (text, finish), prompt = self.text(opened, sample, draws), opened.request.tokens
         tokens, values = sample.tokens[start:], decimals(sample.log_probabilities[start:])
-        choice: Part = {"index": index, "finish_reason": finish and finish["type"], **_versions(opened, number)}
+        choice: Part = {"index": index, "finish_reason": finish and finish["type"], **_versions(sample)}
         message: Part = {"role": "assistant", "content": text[shown:]}
-        if self.given.return_token_ids:
-            choice["token_ids"] = tokens
-            if not self.chat:
-                choice["prompt_token_ids"] = prompt
+        if self.body.return_token_ids:
+            choice |= {"token_ids": tokens} | ({} if self.chat else {"prompt_token_ids": prompt})
             message |= {"prompt_token_ids": prompt, "generation_token_ids": tokens, "generation_log_probs": values}
-        if self.chat:
-            choice["delta" if self.given.stream else "message"] = message
-        else:
-            choice["text"] = text[shown:]
-        choice["logprobs"] = None
-        asked = getattr(self.given, "logprobs", None)
-        if asked is not None and asked is not False:  # 0: no alternatives
-            choice["logprobs"] = self._logprobs(tokens, values)
-            if self.given.bits:
-                choice["logprobs"]["bits"] = hexadecimal(sample.log_probabilities[start:])
+        key, content = ("delta" if self.body.stream else "message", message) if self.chat else ("text", text[shown:])
+        choice |= {key: content, "logprobs": None}
+        if self.body.logprobs is not None and self.body.logprobs is not False:  # 0: no alternatives
+            bits = {"bits": hexadecimal(sample.log_probabilities[start:])} if self.body.bits else {}
+            choice["logprobs"] = self._logprobs(tokens, values) | bits
         return choice, len(text)
 
     def _logprobs(self, tokens: Sequence[int], values: Sequence[float]) -> Part:
-        name: Callable[[int], str] = "token_id:{}".format
-        if self.codec is not None and not self.given.return_tokens_as_token_ids:
-            name = partial(_decoded, self.codec)
-        texts = [*map(name, tokens)]
+        texts = [self.codec.decode([token]) if self.codec else f"token_id:{token}" for token in tokens]
         if self.chat:
             rows = zip(texts, values, strict=True)
             return {
@@ -201,7 +185,3 @@ class Choices:
             }
         offsets = [0, *np.cumsum([len(text) for text in texts]).tolist()][: len(texts)]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
-
-
-def _decoded(codec: Codec, token: int) -> str:
-    return codec.decode([token])

@@ -3,6 +3,7 @@
 
 import asyncio
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -15,9 +16,20 @@ from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.features.rollouts.requests import Request
 from tp_invariant_recipes.features.serve import messages
 from tp_invariant_recipes.features.serve.messages import Event, Message, Versions, Weights
-from tp_invariant_recipes.features.serve.metrics import Metrics
 
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
+# Metrics of Prometheus: name -> type, and what it counts.
+METRICS = {
+    "tpi_requests_total": ("counter", "HTTP requests, by route and status"),
+    "tpi_request_seconds_total": ("counter", "seconds from the head of a request to the end of its answer, by route"),
+    "tpi_completions_total": ("counter", "completions that have ended, by finish reason"),
+    "tpi_prompt_tokens_total": ("counter", "tokens of prompts"),
+    "tpi_generation_tokens_total": ("counter", "tokens drawn, of completions that have ended"),
+    "tpi_scored_tokens_total": ("counter", "tokens scored"),
+    "tpi_weight_updates_total": ("counter", "updates of weights, by outcome"),
+    "tpi_open_completions": ("gauge", "completions that wait or run"),
+    "tpi_weights_info": ("gauge", "1, for the version of the weights"),
+}
 
 
 class Refused(Exception):
@@ -28,21 +40,11 @@ class Refused(Exception):
         self.status, self.key = status, key
 
 
-@dataclass(frozen=True)
-class Work:
-    """A request to complete, with the id of its draws. first: of the prompt's tokens whose log-probabilities are asked
-    for; None: none are.
-    """
-
-    request: Request
-    stream: bool = False
-    first: int | None = None
-
-
 @dataclass
 class Sample:
-    """A completion that grows. reason: None: it has not ended."""
+    """A completion that grows. reason: None: it has not ended. versions: of its tokens, once it has some."""
 
+    number: int
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
     reason: str | None = None
@@ -51,15 +53,14 @@ class Sample:
 
 @dataclass(eq=False)
 class Open:
-    """A request that ranks compute. version: of the weights as it came. changed: of it, or of those that came with it.
+    """A request that ranks compute. changed: it has, or one that came with it.
 
     scores: the line of `tpi score` of its prompt, and the version that computed it.
     """
 
     key: str
-    work: Work
+    request: Request
     home: int
-    version: str
     samples: list[Sample]
     changed: asyncio.Event
     scores: tuple[bytes, str] | None = None
@@ -87,25 +88,23 @@ class Backend:
         located: Callable[[str, int | None], Weights],
     ) -> None:
         self.pipes, self.homes, self.weights, self.queue, self.located = pipes, homes, weights, queue, located
-        self.state, self.reason, self.metrics = STARTING, "", Metrics()
-        self.tokens = 0  # of the cache
+        self.state, self.reason, self.tokens = STARTING, "", 0  # tokens of the cache
         self.open: dict[str, Open] = {}
-        self.paused: str | None = None
-        self.updating = False
+        self.paused = self.updating = False
         self.drained = asyncio.Event()
+        self.delayed: dict[str, Message] | None = None  # requests that wait for other weights; None: none have to
         self._keys = map(str, itertools.count())
         self._asked: dict[str, asyncio.Future[messages.Answer]] = {}
-        self._ready: dict[int, messages.Ready] = {}
-        self._homes: dict[int, Connection] = {}
-        self._listening: list[Connection] = []
-        self._delayed: dict[Open, Message] = {}  # what waits for other weights, while `_delays`
-        self._delays = False
+        self._homes: dict[int, Connection] = {}  # the pipe of the rank that listens for each
         self._changed = asyncio.Event()
         self._out: SimpleQueue[tuple[Connection, Sequence[Message]]] = SimpleQueue()
-        self._loop = asyncio.get_running_loop()
+        self._metrics: dict[str, defaultdict[str, float]] = {name: defaultdict(float) for name in METRICS}
+
+    def start(self) -> None:
+        """Listen to the ranks, in the event loop that calls it."""
         Thread(target=self._write, daemon=True).start()
-        for number, pipe in enumerate(pipes):
-            self._loop.add_reader(pipe.fileno(), self._read, number)
+        for pipe in self.pipes:
+            asyncio.get_running_loop().add_reader(pipe.fileno(), self._read, pipe)
 
     def _write(self) -> None:
         """Write to pipes, which may be full."""
@@ -116,131 +115,146 @@ class Backend:
             except OSError:  # its rank has ended, which the launcher sees
                 continue
 
-    def _read(self, number: int) -> None:
+    def _read(self, pipe: Connection) -> None:
         try:
-            while self.pipes[number].poll():
-                for event in self.pipes[number].recv():
-                    self._take(number, event)
+            while pipe.poll():
+                for event in pipe.recv():
+                    self._take(event)
         except (EOFError, OSError):
-            self._loop.remove_reader(self.pipes[number].fileno())
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
 
-    def _take(self, number: int, event: Event) -> None:
+    def _take(self, event: Event) -> None:
         match event:
-            case messages.Ready():
-                self._ready[number] = event
-                self._count_ready()
-            case messages.Drawn(key, number, tokens, log_probabilities, versions) if key in self.open:
+            case messages.Ready(home, first, tokens):
+                self._homes[home] = self.pipes[first]
+                self.tokens = min(tokens, self.tokens or tokens)
+                if len(self._homes) == self.homes and self.state == STARTING:
+                    self.state = READY
+            case messages.Drawn(key, number) if key in self.open:
                 mine, sample = self.open[key], self.open[key].samples[number]
-                sample.tokens += tokens
-                sample.log_probabilities += log_probabilities
-                sample.versions = versions
+                sample.tokens += event.tokens
+                sample.log_probabilities += event.log_probabilities
+                sample.versions, sample.reason = event.versions, event.reason
                 mine.changed.set()
-            case messages.Ended(completion, versions) if completion.request in self.open:
-                mine = self.open[completion.request]
-                mine.samples[completion.sample] = Sample(
-                    [*completion.tokens], [*completion.log_probabilities], completion.finish_reason, versions
-                )
-                self.metrics.completed(completion.finish_reason, len(completion.tokens))
-                mine.changed.set()
+                if event.reason is not None:
+                    self.count("tpi_completions_total", finish_reason=event.reason)
+                    self.count("tpi_generation_tokens_total", len(sample.tokens))
                 if mine.ended:
                     self._close(mine)
-            case messages.Answer(key) if (future := self._asked.pop(key, None)) is not None and not future.done():
+            case messages.Answer(key) if (future := self._asked.get(key)) is not None and not future.done():
                 future.set_result(event)
 
-    def _count_ready(self) -> None:
-        homes = {ready.home for ready in self._ready.values()}
-        if len(homes) < self.homes:
-            return
-        listening = {n: ready for n, ready in self._ready.items() if ready.listens}
-        self._listening = [self.pipes[n] for n in listening]
-        of_home = {ready.home: self.pipes[n] for n, ready in listening.items()}
-        self._homes = {home: of_home.get(home, self._listening[0]) for home in sorted(homes)}
-        self.tokens = min(ready.tokens for ready in self._ready.values())
-        self.state = READY
+    def count(self, metric: str, value: float = 1, **labels: str) -> None:
+        """Add to a counter of METRICS."""
+        self._metrics[metric][",".join(f'{label}="{of}"' for label, of in labels.items())] += value
 
-    def _close(self, mine: Open) -> None:
-        if self.open.pop(mine.key, None) is not None:
-            mine.changed.set()
-            self._changed.set()
-        if self.state == DRAINING and not self.open:
-            self._end()
+    def metrics(self) -> str:
+        """Return all in Prometheus' text format, with the gauges of now."""
+        self._metrics["tpi_open_completions"] = defaultdict(float, {"": self._waiting()})
+        self._metrics["tpi_weights_info"] = defaultdict(float, {f'weight_version="{self.weights.version}"': 1})
+        lines = []
+        for name, (kind, text) in METRICS.items():
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+            values = sorted((self._metrics[name] or {"": 0.0}).items())
+            lines += [f"{name}{labels and f'{{{labels}}}'} {value:.15g}" for labels, value in values]
+        return "\n".join(lines) + "\n"
+
+    def _waiting(self) -> int:
+        return sum(len(each.samples) for each in self.open.values())
 
     def check(self) -> None:
         """Raise Refused: no new request is taken."""
         if self.state != READY:
             raise Refused(503, self.reason or f"the server is {self.state}")
 
-    def submit(self, works: Sequence[Work]) -> list[Open]:
-        """Open requests. Raises Refused: there are too many."""
+    def submit(self, requests: Sequence[Request], *, stream: bool) -> list[Open]:
+        """Open requests, whose ids name their draws. Raises Refused: there are too many."""
         self.check()
-        count = sum(work.request.sampling.num_return_sequences for work in works)
-        waiting = sum(len(each.samples) for each in self.open.values())
+        count, waiting = sum(each.sampling.num_return_sequences for each in requests), self._waiting()
+        if count > self.queue:
+            raise Refused(413, f"{count} completions are more than the {self.queue} that may wait (--queue)")
         if count + waiting > self.queue:
-            if count > self.queue:
-                raise Refused(413, f"{count} completions are more than the {self.queue} that may wait (--queue)")
             raise Refused(429, f"{waiting} completions are open, and at most {self.queue} may be (--queue)")
-        changed = asyncio.Event()
-        opened, joins = [], []
-        for work in works:
-            mine = self._opened(work, changed)
-            join = messages.Join(replace(work.request, id=mine.key), work.request.id, mine.home, work.stream)
+        changed, opened, joins = asyncio.Event(), [], {}
+        for request in requests:
+            key, samples = next(self._keys), [*map(Sample, range(request.sampling.num_return_sequences))]
+            self.open[key] = mine = Open(key, request, self._home(request), samples, changed)
             opened.append(mine)
-            joins.append(join)
-        if self._delays:
-            self._delayed.update(zip(opened, joins, strict=True))
+            joins[key] = messages.Join(replace(request, id=key), request.id, mine.home, stream)
+            self.count("tpi_prompt_tokens_total", len(request.tokens))
+        if self.delayed is None:
+            self._send(*joins.values())
         else:
-            self._send(*joins)
+            self.delayed |= joins
         return opened
 
-    def _opened(self, work: Work, changed: asyncio.Event) -> Open:
-        request = work.request
+    def _home(self, request: Request) -> int:
+        """Return the data-parallel rank that has the prefix of a request, else one that has the fewest completions."""
         loads = dict.fromkeys(self._homes, 0)
-        home = None
         for each in self.open.values() if len(loads) > 1 else ():
+            if each.request.tokens == request.tokens:
+                return each.home
             loads[each.home] += len(each.samples)
-            if each.work.request.tokens == request.tokens:  # its prefix is computed there
-                home = each.home
-        home = min(loads, key=loads.__getitem__) if home is None else home
-        samples = [Sample() for _ in range(request.sampling.num_return_sequences)]
-        mine = Open(next(self._keys), work, home, self.weights.version, samples, changed)
-        self.open[mine.key] = mine
-        self.metrics.add("tpi_prompt_tokens_total", len(request.tokens))
-        return mine
+        return min(loads, key=loads.__getitem__)
 
     def _send(self, *several: Message) -> None:
         """Send messages: requests to the rank that listens for theirs, others to all that listen."""
-        for pipe in self._listening:
+        for pipe in dict.fromkeys(self._homes.values()):
             mine = [one for one in several if not isinstance(one, messages.Join) or self._homes[one.home] is pipe]
             if mine:
                 self._out.put((pipe, mine))
+
+    def _close(self, mine: Open) -> None:
+        if self.open.pop(mine.key, None) is not None:
+            mine.changed.set()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note that something has ended: of a server that ends, it may have been the last."""
+        self._changed.set()
+        if self.state == DRAINING and not (self.open or self._asked or self.updating):
+            self._send(messages.Task())
+            self.drained.set()
 
     def leave(self, opened: Sequence[Open], *, told: bool) -> None:
         """Let requests end. told: whether somebody waits for what they have become."""
         for mine in opened:
             if mine.key not in self.open:
                 continue
-            if mine in self._delayed:
-                del self._delayed[mine]
+            if self.delayed is not None and self.delayed.pop(mine.key, None) is not None:
                 for sample in mine.samples:
-                    sample.reason = messages.ABORT
+                    sample.reason, sample.versions = messages.ABORT, ((self.weights.version, 0),)
                 self._close(mine)
                 continue
             self._send(messages.Leave(mine.key))
             if not told:
                 self._close(mine)
 
-    async def score(self, sequences: Sequence[ScoredSequence]) -> tuple[list[bytes], str]:
+    def abort(self, name: str | None, *, everything: bool) -> None:
+        """End the requests of an id, or all. Raises Refused: neither is named, or both are."""
+        if (name is None) == (not everything):
+            raise Refused(400, "rid, abort_all: either an id, or true", "rid")
+        self.leave([o for o in self.open.values() if everything or o.request.id == name], told=True)
+
+    async def score(self, sequences: Sequence[ScoredSequence]) -> messages.Answer:
         """Return the lines of `tpi score`, and the version of the weights. Raises Refused."""
         self.check()
-        answer = await self._ask(messages.Score(next(self._keys), sequences))
+        answer = await self._ask(messages.Task(next(self._keys), sequences))
         if answer.problem is not None:
             raise Refused(500, answer.problem)
-        return [*answer.lines], answer.version
+        self.count("tpi_scored_tokens_total", sum(len(each.tokens) - each.first for each in sequences))
+        return answer
 
-    async def _ask(self, message: messages.Score | messages.Load) -> messages.Answer:
-        future = self._asked[message.key] = self._loop.create_future()
-        self._send(message)
-        return await future
+    async def _ask(self, task: messages.Task) -> messages.Answer:
+        if self.state == FAILED:
+            raise Refused(503, self.reason)
+        future = self._asked[task.key] = asyncio.get_running_loop().create_future()
+        self._send(task)
+        try:
+            return await future
+        finally:
+            del self._asked[task.key]
+            self._settle()
 
     async def update(self, source: str, step: int | None, *, abort: bool) -> None:
         """Load other weights. Raises Refused: they are not loaded.
@@ -248,66 +262,55 @@ class Backend:
         abort: end the requests that are open; else they end with the weights of before, unless they are paused, and
         new ones wait.
         """
-        self.check()
         if self.updating:
             raise Refused(409, "weights are being loaded; wait for the answer of the request before")
-        if self.paused == "in_place" and self.open and not abort:
-            raise Refused(409, "paused in_place: keys of the cache would be of other weights; pause with mode=retract")
         self.updating, outcome = True, "refused"
         try:
             new = await asyncio.to_thread(self.located, source, step)
             if abort:
                 self.leave([*self.open.values()], told=True)
             if abort or not self.paused:
-                self._delays = True
-                while len(self.open) > len(self._delayed):
-                    self._changed.clear()
-                    await self._changed.wait()
-            answer = await self._ask(messages.Load(next(self._keys), new))
+                self.delayed = {}
+            while self.delayed is not None and len(self.open) > len(self.delayed):
+                self._changed.clear()
+                await self._changed.wait()
+            answer = await self._ask(messages.Task(next(self._keys), weights=new))
             if answer.problem is not None:
                 raise Refused(400, f"{source}: {answer.problem}; the weights are those of before", "model_path")
             self.weights, outcome = new, "loaded"
         except TpiError as error:
             raise Refused(400, str(error), "model_path") from error
         finally:
-            self.updating = self._delays = False
-            self._send(*self._delayed.values())
-            self._delayed.clear()
-            self.metrics.add("tpi_weight_updates_total", outcome=outcome)
+            self._send(*(self.delayed or {}).values())
+            self.updating, self.delayed = False, None
+            self.count("tpi_weight_updates_total", outcome=outcome)
+            self._settle()
 
-    def pause(self, mode: str) -> None:
-        """Make no pass from now on. mode: abort, retract or in_place."""
-        self.check()
-        if mode == "abort":
+    def pause(self, *, abort: bool) -> None:
+        """Make no pass from now on. abort: end the requests that are open."""
+        if abort:
             self.leave([*self.open.values()], told=True)
-        self.paused = mode
-        self._send(messages.Hold(True, forget=mode == "retract"))
+        self.paused = True
+        self._send(messages.Hold(True))
 
     def resume(self) -> None:
         """Make passes again."""
-        self.paused = None
+        self.paused = False
         self._send(messages.Hold(False))
 
     def flush(self) -> None:
         """Forget prefixes. Raises Refused: requests are open, which have them."""
-        self.check()
         if self.open:
             raise Refused(400, f"{len(self.open)} requests are open; pause with mode=abort, or wait")
-        self._send(messages.Hold(self.paused is not None, forget=True))
+        self._send(messages.Hold(self.paused, forget=True))
 
     def drain(self) -> None:
         """Take no new requests, and end when all that are open have ended. Paused ones are aborted."""
-        if self.state not in (STARTING, READY):
-            return
-        self.state, self.reason = DRAINING, "the server ends, and takes no new requests"
-        if self.paused:
-            self.leave([*self.open.values()], told=True)
-        if not self.open:
-            self._end()
-
-    def _end(self) -> None:
-        self._send(messages.End())
-        self.drained.set()
+        if self.state == READY:
+            self.state, self.reason = DRAINING, "the server ends, and takes no new requests"
+            if self.paused:
+                self.leave([*self.open.values()], told=True)
+            self._settle()
 
     def fail(self, reason: str) -> None:
         """Answer all that is open with an error."""
@@ -325,6 +328,5 @@ class Backend:
         """Return the state, for `/get_server_info`."""
         return {
             "status": self.state, "weight_version": self.weights.version, "paused": self.paused,
-            "open_completions": sum(len(each.samples) for each in self.open.values()), "cache_tokens": self.tokens,
-            "max_queued_completions": self.queue,
+            "open_completions": self._waiting(), "cache_tokens": self.tokens, "max_queued_completions": self.queue,
         }  # fmt: skip

@@ -6,18 +6,17 @@ before the same pass.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tp_invariant_recipes.data.sequences import Sequence as ScoredSequence
-from tp_invariant_recipes.features.rollouts.requests import Completion, Request
+from tp_invariant_recipes.features.rollouts.requests import Request
 
 ABORT = "abort"  # the finish reason of a completion that was asked to leave
 Versions = tuple[tuple[str, int], ...]  # versions of weights, and the tokens that each has drawn, in order
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Where weights are. folder: of Hugging Face; checkpoint: of a run; one of both. version: their digest."""
 
     folder: Path | None
@@ -25,8 +24,7 @@ class Weights:
     version: str
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(NamedTuple):
     """Complete a request. request: its id is the key, by which answers name it. draws: the id of its draws.
 
     home: the data-parallel rank that computes it. stream: whether each token is told when it is drawn.
@@ -38,82 +36,54 @@ class Join:
     stream: bool
 
 
-@dataclass(frozen=True)
-class Leave:
-    """End a request: `Ended` follows, with the tokens drawn so far."""
+class Leave(NamedTuple):
+    """End a request: its samples have the reason ABORT, with the tokens drawn so far."""
 
     key: str
 
 
-@dataclass(frozen=True)
-class Hold:
+class Hold(NamedTuple):
     """Make no pass from now on, or make passes again. forget: give back the blocks of all sequences and prefixes."""
 
     held: bool
     forget: bool = False
 
 
-@dataclass(frozen=True)
-class Score:
-    """Score sequences: `Answer` follows."""
+class Task(NamedTuple):
+    """Outside of passes, score sequences or load weights: `Answer` follows. Of neither: leave the loop.
 
-    key: str
-    sequences: Sequence[ScoredSequence]
-
-
-@dataclass(frozen=True)
-class Load:
-    """Load weights: `Answer` follows. Sequences that have not ended continue with them."""
-
-    key: str
-    weights: Weights
-
-
-@dataclass(frozen=True)
-class End:
-    """Leave the loop."""
-
-
-Message = Join | Leave | Hold | Score | Load | End
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The rank has its model. home: its data-parallel rank. listens: whether it reads messages.
-
-    tokens: of the cache, at most.
+    Sequences that have not ended continue with the new weights.
     """
 
+    key: str = ""
+    scored: Sequence[ScoredSequence] = ()
+    weights: Weights | None = None
+
+
+Message = Join | Leave | Hold | Task
+
+
+class Ready(NamedTuple):
+    """A rank has its model. home: its data-parallel rank. first: the rank that listens for it. tokens: of the cache."""
+
     home: int
-    listens: bool
+    first: int
     tokens: int
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """New tokens of a sample. versions: of all its tokens."""
+class Drawn(NamedTuple):
+    """New tokens of a sample. versions: of all its tokens. reason: why these are its last ones; None: they are not."""
 
     key: str
     sample: int
     tokens: Sequence[int]
     log_probabilities: Sequence[float]
     versions: Versions
+    reason: str | None = None
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A sample has its last token."""
-
-    completion: Completion
-    versions: Versions
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Of `Score`: the lines of `tpi score`. Of `Load`: none. problem: why it was not done; None: it was.
-
-    version: of the weights from now on.
-    """
+class Answer(NamedTuple):
+    """Of a task: the lines of `tpi score`. version: of weights from now on. problem: why it failed, or None."""
 
     key: str
     version: str
@@ -121,4 +91,4 @@ class Answer:
     problem: str | None = None
 
 
-Event = Ready | Drawn | Ended | Answer
+Event = Ready | Drawn | Answer

@@ -4,8 +4,9 @@
 import pickle
 import signal
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,18 +14,20 @@ import torch
 import torch.distributed as dist
 
 from tp_invariant_recipes.data import sequences
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.features.inference.rank import loaded_for_inference
 from tp_invariant_recipes.features.rollouts.engine import Engine
 from tp_invariant_recipes.features.rollouts.requests import Completion
 from tp_invariant_recipes.features.rollouts.schedule import SampleState
 from tp_invariant_recipes.features.score.rank import Forward, Wanted
-from tp_invariant_recipes.features.serve import messages, weights
+from tp_invariant_recipes.features.serve import messages
 from tp_invariant_recipes.features.serve.messages import Event, Message, Versions, Weights
 from tp_invariant_recipes.portable.ieee.draw import request_key
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sources import weights as folders
+from tp_invariant_recipes.text import abbreviated
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
@@ -63,12 +66,18 @@ class Sample:
     state: SampleState
     stream: bool
     told: int = 0
-    drawn: list[tuple[str, int]] = field(default_factory=list)
+    drawn: Versions = ()
 
     def versions(self, now: str) -> Versions:
         """Return the versions of its tokens; the last ones have those of now."""
         rest = len(self.state.drawn) - sum(count for _, count in self.drawn)
-        return (*self.drawn, (now, rest)) if rest or not self.drawn else (*self.drawn,)
+        return (*self.drawn, (now, rest)) if rest or not self.drawn else self.drawn
+
+    def news(self, now: str, reason: str | None = None) -> messages.Drawn:
+        """Return the tokens that the HTTP process does not have."""
+        state, new, self.told = self.state, slice(self.told, None), len(self.state.drawn)
+        tokens, values = state.drawn[new], state.log_probabilities[new]
+        return messages.Drawn(state.request.id, state.sample, tokens, values, self.versions(now), reason)
 
 
 class Loop:
@@ -90,29 +99,23 @@ class Loop:
         if self.engine.coupled is not None:
             ranks = [*range(dist.get_world_size())]
         self.first, self.group = ranks[0], _gloo_group(ranks)
-        self.open: dict[str, dict[int, Sample]] = {}
+        self.open: dict[tuple[str, int], Sample] = {}
         self.held, self.fresh = False, True
         self.queue: deque[Message] = deque()
-        self.task: Message | None = None
+        self.task: messages.Task | None = None
 
     def run(self) -> None:
-        """Serve until `End` comes."""
+        """Serve until a task without work comes."""
         if self.tells:
             blocks = self.plan.blocks
-            self.pipe.send([messages.Ready(self.home, self.listens, blocks.count * blocks.size)])
-        while not isinstance(self.task, messages.End):
-            match self.task:
-                case messages.Score(key, scored):
-                    self._score(key, scored)
-                case messages.Load(key, new):
-                    self._load(key, new)
+            self.pipe.send([messages.Ready(self.home, self.first, blocks.count * blocks.size)])
+        while (task := self.task) is None or task.scored or task.weights:
+            if task is not None:
+                answer = self._load(task, task.weights) if task.weights else self._score(task)
+                if dist.get_rank() == 0:
+                    self.pipe.send([answer])
             self.task, self.fresh = None, True
             self.engine.serve(self.plan, self.between)
-
-    @property
-    def listens(self) -> bool:
-        """Whether this rank reads messages, for all that compute with it."""
-        return dist.get_rank() == self.first
 
     def between(self, ended: Sequence[Completion], idle: bool) -> bool:
         """Tell what was drawn, and let requests join and leave; False: there is something to do outside of passes."""
@@ -133,7 +136,7 @@ class Loop:
                         self.held = held
                         if forget:
                             self.plan.forget()
-                    case _:
+                    case messages.Task():
                         self.task = message
                         return False
             if not self.held:
@@ -142,7 +145,7 @@ class Loop:
     def _received(self, *, wait: bool) -> list[Message]:
         """Return the messages that have come, the same on all ranks that compute together."""
         received: list[Message] = []
-        if self.listens:
+        if dist.get_rank() == self.first:
             while self.pipe.poll(IDLE if wait and not received else 0):
                 received += self.pipe.recv()
         if self.group is None:
@@ -157,66 +160,50 @@ class Loop:
         return pickle.loads(whole.numpy().tobytes())
 
     def _join(self, message: messages.Join) -> None:
-        if message.home != self.home:
-            return
-        request = message.request
-        key = request_key(request.sampling.seed, message.draws)
-        states = [SampleState(request, n, key) for n in range(request.sampling.num_return_sequences)]
-        self.open[request.id] = {state.sample: Sample(state, message.stream) for state in states}
-        self.plan.waiting.extend(states)
+        request, key = message.request, request_key(message.request.sampling.seed, message.draws)
+        for n in range(request.sampling.num_return_sequences if message.home == self.home else 0):
+            state = SampleState(request, n, key)
+            self.open[request.id, n] = Sample(state, message.stream)
+            self.plan.waiting.append(state)
 
     def _leave(self, key: str) -> None:
-        left = self.open.pop(key, {}).values()
+        left = [self.open.pop(place) for place in [*self.open] if place[0] == key]
         for sample in left:
             self.plan.leave(sample.state)
-        if self.tells and left:
-            completions = ((sample.state.completion(messages.ABORT), sample) for sample in left)
-            self.pipe.send([messages.Ended(each, sample.versions(self.version)) for each, sample in completions])
+        self._send(sample.news(self.version, messages.ABORT) for sample in left)
 
     def _tell(self, ended: Sequence[Completion]) -> None:
         """Tell all that a pass has drawn at once."""
-        events: list[Event] = []
-        for completion in ended:
-            samples = self.open[completion.request]
-            events.append(messages.Ended(completion, samples.pop(completion.sample).versions(self.version)))
-            if not samples:
-                del self.open[completion.request]
-        for key, samples in self.open.items():
-            for number, sample in samples.items():
-                state, told = sample.state, sample.told
-                if sample.stream and len(state.drawn) > told:
-                    sample.told = len(state.drawn)
-                    new, versions = slice(told, None), sample.versions(self.version)
-                    events.append(messages.Drawn(key, number, state.drawn[new], state.log_probabilities[new], versions))
-        if events and self.tells:
-            self.pipe.send(events)
+        last = {(each.request, each.sample): each.finish_reason for each in ended}
+        news = ((p, s) for p, s in self.open.items() if p in last or (s.stream and len(s.state.drawn) > s.told))
+        self._send(sample.news(self.version, last.get(place)) for place, sample in news)
+        for place in last:
+            del self.open[place]
 
-    def _score(self, key: str, scored: Sequence[sequences.Sequence]) -> None:
+    def _send(self, events: Iterable[Event]) -> None:
+        if self.tells and (several := [*events]):
+            self.pipe.send(several)
+
+    def _score(self, task: messages.Task) -> messages.Answer:
         """Rank 0 has the scores, and finds one that is no number."""
-        problem, lines = None, []
         try:
-            scores = self.forward.window([*scored], self.job.batch_tokens)
-            lines = [output.line(one, values, self.columns) for one, values in zip(scored, scores, strict=False)]
+            pairs = zip(task.scored, self.forward.window([*task.scored], self.job.batch_tokens), strict=False)
+            lines = [output.line(one, values, Wanted().columns) for one, values in pairs]
         except RunError as error:
-            problem = str(error)
-        if dist.get_rank() == 0:
-            self.pipe.send([messages.Answer(key, self.version, lines, problem)])
+            return messages.Answer(task.key, self.version, problem=str(error))
+        return messages.Answer(task.key, self.version, lines)
 
-    columns = Wanted().columns
-
-    def _load(self, key: str, new: Weights) -> None:
+    def _load(self, task: messages.Task, new: Weights) -> messages.Answer:
         self.plan.forget()
-        if not weights.fits_beside(self.engine.model):
+        if not _fits_beside(self.engine.model):
             self.engine.release()
-        problem = weights.load(self.engine.model, new)
+        problem = _loaded(self.engine.model, new)
         self.engine.refit()
         if problem is None:
-            for samples in self.open.values():
-                for sample in samples.values():
-                    sample.drawn = [run for run in sample.versions(self.version) if run[1]]
+            for sample in self.open.values():
+                sample.drawn = tuple(run for run in sample.versions(self.version) if run[1])
             self.version = new.version
-        if dist.get_rank() == 0:
-            self.pipe.send([messages.Answer(key, self.version, problem=problem)])
+        return messages.Answer(task.key, self.version, problem=problem)
 
 
 def _gloo_group(ranks: Sequence[int]) -> Any:
@@ -228,3 +215,51 @@ def _gloo_group(ranks: Sequence[int]) -> Any:
         group = dist.new_group([*members], backend="gloo") if len(members) > 1 else None
         mine = group if dist.get_rank() in members else mine
     return mine
+
+
+def _loaded(model: Any, weights: Weights) -> str | None:
+    """Load weights into the memory of a model, unwrapped. Returns why it has its weights of before; None: it does not.
+
+    Every rank calls it. Until all ranks have read the new weights, these lie beside the others.
+    """
+    tensors, problem = [*model.parameters(), *model.buffers()], None
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data.clone()
+        _read(model, weights)
+    except Exception as error:  # of a file, of memory, of Bridge or of Megatron's checkpoints
+        problem = reason(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    problem = next((text for text in problems if text is not None), None)
+    for tensor, data in zip(tensors, before, strict=True):
+        if problem is None:
+            data.copy_(tensor.data)
+        tensor.data = data
+    return problem
+
+
+def _fits_beside(model: Any) -> bool:
+    """Whether the memory of this rank's GPU has room for a second copy of the weights."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return True
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return sum(weight.nbytes for weight in model.parameters()) < unused + torch.cuda.mem_get_info(device)[0]
+
+
+def _read(model: Any, weights: Weights) -> None:
+    from tp_invariant_recipes.training.imported_weights import ImportedWeights
+    from tp_invariant_recipes.training.saved_weights import load_weights
+
+    if weights.checkpoint is not None:
+        load_weights([model], weights.checkpoint, "")
+    else:
+        assert weights.folder is not None
+        ImportedWeights(weights.folder).load([model])
+        if folders.read(weights.folder).digest() != weights.version:
+            raise RunError(f"{weights.folder} was written while it was read")
+    named = chain(model.named_parameters(), model.named_buffers())
+    if wrong := [name for name, tensor in named if tensor.is_floating_point() and not torch.isfinite(tensor).all()]:
+        raise RunError(f"not all values are finite of {abbreviated(wrong, 5)}")

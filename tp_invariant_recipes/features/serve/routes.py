@@ -6,7 +6,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from tp_invariant_recipes.data.sequences import Sequence as ScoredSequence
 from tp_invariant_recipes.errors import reason
-from tp_invariant_recipes.features.serve import bodies, metrics
-from tp_invariant_recipes.features.serve.answers import Choices, Part, Sglang
+from tp_invariant_recipes.features.serve import answers, bodies
+from tp_invariant_recipes.features.serve.answers import Answer
 from tp_invariant_recipes.features.serve.backend import Backend, Open, Refused
 from tp_invariant_recipes.features.serve.bodies import Prompts
 from tp_invariant_recipes.reading import TOKENS, parse_object
@@ -28,29 +28,39 @@ SMALL = 1 << 14  # bytes of a body that is parsed at once; another thread parses
 BODY_SECONDS = 60  # that a client has for its body
 RETRY_AFTER = 1  # seconds
 WITHOUT_KEY = ("/health", "/metrics")
-EVENTS = "text/event-stream"
 KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
 class Service:
-    """What routes answer with. most: bytes of a body. key: None: every client may ask. facts: of the model."""
+    """What routes answer with. most: bytes of a body. key: None: every client may ask. model, server: facts."""
 
     backend: Backend
     prompts: Prompts
     most: int
     key: str | None
-    facts: Mapping[str, Any]
+    model: Mapping[str, Any]
+    server: Mapping[str, Any]
+
+    @property
+    def fitting(self) -> Prompts:
+        """What bodies are read with: the cache may be shorter than the positions of the model."""
+        return replace(self.prompts, longest=min(self.prompts.longest, self.backend.tokens))
+
+
+def problem_of(refused: Refused) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = KINDS.get(refused.status, "server_error")
+    return {"error": {"message": str(refused), "type": kind, "param": refused.key, "code": refused.status}}
 
 
 def error(refused: Refused) -> JSONResponse:
-    """Return an error as OpenAI's clients read it."""
-    status = refused.status
-    body = {"message": str(refused), "type": KINDS.get(status, "server_error"), "param": refused.key, "code": status}
-    headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else {}
-    if status in (408, 413, 503):
+    """Return the answer of a request that is refused."""
+    headers = {"Retry-After": str(RETRY_AFTER)} if refused.status in (429, 503) else {}
+    if refused.status in (408, 413, 503):
         headers["Connection"] = "close"  # the rest of a body is not read
-    return JSONResponse({"error": body}, status, headers)
+    return JSONResponse(problem_of(refused), refused.status, headers)
 
 
 async def body_of(request: Request, most: int) -> dict[str, Any]:
@@ -60,12 +70,12 @@ async def body_of(request: Request, most: int) -> dict[str, Any]:
     data, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream() if length <= 2 * most else _nothing():
-                size += len(chunk)
-                if size <= most:
-                    data += chunk
-                elif size > 2 * most:  # else a client that writes first would see no answer
-                    break
+            if length <= 2 * most:  # a client that writes first reads no answer while it writes
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    data += chunk if size <= most else b""
+                    if size > 2 * most:
+                        break
     except TimeoutError:
         raise Refused(408, f"the body did not come within {BODY_SECONDS} s") from None
     if max(size, length) > most:
@@ -78,9 +88,11 @@ async def body_of(request: Request, most: int) -> dict[str, Any]:
         raise Refused(400, f"the body is not JSON that is taken here: {reason(wrong)}") from wrong
 
 
-async def _nothing() -> AsyncIterator[bytes]:
-    return
-    yield b""
+async def _parsed[T](request: Request, parse: Callable[..., T], *arguments: Any) -> T:
+    """Parse a body, a large one in another thread."""
+    length = request.headers.get("content-length", "")
+    small = length.isdecimal() and len(length) < 6 and int(length) < SMALL
+    return parse(*arguments) if small else await asyncio.to_thread(parse, *arguments)
 
 
 async def answered[T](request: Request, opened: Sequence[Open], backend: Backend, result: Awaitable[T]) -> T:
@@ -103,15 +115,13 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _completed(service: Service, opened: Sequence[Open]) -> None:
-    """Wait for requests, and for the scores of their prompts. Raises Refused."""
-    for each in opened:
-        first, tokens = max(1, each.work.first or 0), [*each.work.request.tokens]
-        if each.work.first is not None and first < len(tokens):
-            lines, version = await service.backend.score([ScoredSequence(each.key, tokens, first)])
-            each.scores = lines[0], version
-        elif each.work.first is not None:
-            each.scores = b"", each.version
+async def _completed(backend: Backend, opened: Sequence[Open], first: int | None) -> None:
+    """Wait for requests, and for the scores of their prompts from the first on. Raises Refused."""
+    for each in opened if first is not None else ():
+        each.scores = b"", backend.weights.version
+        if max(1, first or 0) < len(each.request.tokens):
+            scored = await backend.score([ScoredSequence(each.key, [*each.request.tokens], max(1, first or 0))])
+            each.scores = scored.lines[0], scored.version
     for each in opened:
         while not each.ended and each.problem is None:
             await each.changed.wait()
@@ -120,162 +130,132 @@ async def _completed(service: Service, opened: Sequence[Open]) -> None:
             raise each.problem
 
 
-async def _streamed(
-    service: Service, opened: Sequence[Open], parts: Callable[[Open, int], list[Part]], last: Callable[[], list[Part]]
-) -> AsyncIterator[bytes]:
-    """Yield what has changed, as server-sent events. parts: of an open request and its place. last: of the end.
-
-    A client that reads slowly gets fewer and longer parts.
-    """
+async def _streamed(backend: Backend, answer: Answer) -> AsyncIterator[bytes]:
+    """Yield what has changed, as server-sent events. A client that reads slowly gets fewer and longer parts."""
+    opened, over = answer.opened, False
     try:
-        over = False
         while not over:
             await opened[0].changed.wait()
             opened[0].changed.clear()
             over = all(each.ended for each in opened)
             if (problem := next((each.problem for each in opened if each.problem is not None), None)) is not None:
-                yield _event(json.loads(bytes(error(problem).body)))
+                yield _event(problem_of(problem))
                 return
-            for place, each in enumerate(opened):
-                for part in parts(each, place):
-                    yield _event(part)
-        for part in last():
+            for part in answer.changed():
+                yield _event(part)
+        for part in answer.last():
             yield _event(part)
         yield b"data: [DONE]\n\n"
     finally:
-        service.backend.leave(opened, told=False)
-
-
-async def _parsed[T](request: Request, parse: Callable[..., T], *arguments: Any) -> T:
-    """Parse a body, a large one in another thread."""
-    length = request.headers.get("content-length", "")
-    small = length.isdecimal() and len(length) < 6 and int(length) < SMALL
-    return parse(*arguments) if small else await asyncio.to_thread(parse, *arguments)
+        backend.leave(opened, told=False)
 
 
 def _event(value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-async def _generate(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    works, given, params = await _parsed(request, service.prompts.generate, body)
-    opened = service.backend.submit(works)
-    form = Sglang(service.prompts.codec, given, params)
-    several = isinstance(given.text, list) or bool(given.input_ids and isinstance(given.input_ids[0], list))
-    if given.stream:
-        parts = partial(form.changed, several=several or len(opened[0].samples) > 1)
-        return StreamingResponse(_streamed(service, opened, parts, list), media_type=EVENTS)
-    await answered(request, opened, service.backend, _completed(service, opened))
-    answers = [part for place, each in enumerate(opened) for part in form.parts(each, place, several=False)]
-    return JSONResponse(answers if several or len(answers) > 1 else answers[0])
+async def _complete(
+    kind: type[bodies.Completes], form: type[Answer], service: Service, request: Request, body: Any
+) -> Response:
+    """Answer a route that completes prompts. kind: of its body. form: of its answer."""
+    backend = service.backend
+    asked = await _parsed(request, service.fitting.asked, kind, body)
+    opened = backend.submit(asked.requests, stream=asked.body.stream)
+    answer = form(service.prompts.codec, asked, opened, service.prompts.names[0])
+    if asked.body.stream:
+        return StreamingResponse(_streamed(backend, answer), media_type="text/event-stream")
+    await answered(request, opened, backend, _completed(backend, opened, asked.body.first))
+    return JSONResponse(answer.whole())
 
 
-async def _openai(kind: type[bodies.OpenAI], service: Service, request: Request, body: dict[str, Any]) -> Response:
-    works, given = await _parsed(request, service.prompts.openai, kind, body)
-    opened = service.backend.submit(works)
-    form = Choices(service.prompts.codec, given, service.prompts.names[0], opened)
-    if given.stream:
-        return StreamingResponse(_streamed(service, opened, form.parts, form.last), media_type=EVENTS)
-    await answered(request, opened, service.backend, _completed(service, opened))
-    return JSONResponse(form.whole())
-
-
-async def _score(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    sequences = await _parsed(request, service.prompts.score, body)
-    lines, version = await answered(request, (), service.backend, service.backend.score(sequences))
-    service.backend.metrics.add("tpi_scored_tokens_total", sum(len(each.tokens) - each.first for each in sequences))
-    joined = b", ".join(line.strip() for line in lines)  # as `tpi score` writes them
-    whole = b'{"weight_version": ' + json.dumps(version).encode() + b', "scores": [' + joined + b"]}"
+async def _score(service: Service, request: Request, body: Any) -> Response:
+    sequences = await _parsed(request, service.fitting.score, body)
+    answer = await answered(request, (), service.backend, service.backend.score(sequences))
+    joined = b", ".join(line.strip() for line in answer.lines)  # as `tpi score` writes them
+    whole = b'{"weight_version": ' + json.dumps(answer.version).encode() + b', "scores": [' + joined + b"]}"
     return Response(whole, media_type="application/json")
 
 
-async def _update(service: Service, request: Request, body: dict[str, Any]) -> Response:
+async def _update(service: Service, request: Request, body: Any) -> Response:
     given = bodies.checked(bodies.Update, body)
     update = service.backend.update(given.model_path, given.step, abort=given.abort_all_requests)
     await asyncio.shield(asyncio.ensure_future(update))  # it goes on where its client goes away
-    return _done(service, "the weights are loaded")
+    return _done(service)
 
 
-async def _pause(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    service.backend.pause(bodies.checked(bodies.Pause, body).mode)
-    return _done(service, "paused")
+async def _act(
+    kind: type[bodies.Body], act: Callable[[Backend, Any], None], service: Service, request: Request, body: Any
+) -> Response:
+    act(service.backend, bodies.checked(kind, body))
+    return _done(service)
 
 
-async def _continue(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    bodies.checked(bodies.Plain, body)
-    service.backend.resume()
-    return _done(service, "continued")
+def _done(service: Service) -> Response:
+    answer = {"success": True, "message": "done", "status": "ok"}
+    return JSONResponse(answer | {"weight_version": service.backend.weights.version})
 
 
-async def _flush(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    bodies.checked(bodies.Plain, body)
-    service.backend.flush()
-    return _done(service, "flushed")
-
-
-async def _abort(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    given = bodies.checked(bodies.Abort, body)
-    if (given.rid is None) == (not given.abort_all):
-        raise Refused(400, "rid, abort_all: either an id, or true", "rid")
-    opened = [each for each in service.backend.open.values() if given.abort_all or each.work.request.id == given.rid]
-    service.backend.leave(opened, told=True)
-    return _done(service, f"{len(opened)} aborted")
-
-
-def _done(service: Service, message: str) -> Response:
-    version = service.backend.weights.version
-    return JSONResponse({"success": True, "message": message, "status": "ok", "weight_version": version})
-
-
-async def _health(service: Service, request: Request, body: dict[str, Any]) -> Response:
+async def _health(service: Service, request: Request, body: Any) -> Response:
     service.backend.check()
-    return _done(service, service.backend.state)
+    return _done(service)
 
 
-async def _health_generate(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    body = {"input_ids": [0], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-    opened = service.backend.submit(service.prompts.generate(body)[0])
-    await answered(request, opened, service.backend, _completed(service, opened))
-    return _done(service, "a token was drawn")
+async def _health_generate(service: Service, request: Request, body: Any) -> Response:
+    if service.backend.paused:
+        raise Refused(503, "generation is paused; /continue_generation makes passes again")
+    await _complete(bodies.Generate, answers.Sglang, service, request, HEALTH)
+    return _done(service)
 
 
-async def _model_info(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    return JSONResponse({**service.facts["model"], "weight_version": service.backend.weights.version})
+async def _metrics(service: Service, request: Request, body: Any) -> Response:
+    return PlainTextResponse(service.backend.metrics(), media_type=METRICS)
 
 
-async def _server_info(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    return JSONResponse({**service.facts["model"], **service.facts["server"], **service.backend.facts()})
+async def _facts(facts: Callable[[Service], dict[str, Any]], service: Service, request: Request, body: Any) -> Response:
+    return JSONResponse(facts(service) | {"weight_version": service.backend.weights.version})
 
 
-async def _models(service: Service, request: Request, body: dict[str, Any]) -> Response:
+def _models(service: Service) -> dict[str, Any]:
     data = {"id": service.prompts.names[0], "object": "model", "created": 0, "owned_by": "tpi"}
-    more = {"max_model_len": service.prompts.longest, "weight_version": service.backend.weights.version}
-    return JSONResponse({"object": "list", "data": [data | more]})
+    return {"object": "list", "data": [data | {"max_model_len": service.fitting.longest}]}
 
 
-async def _metrics(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    backend = service.backend
-    count = sum(len(each.samples) for each in backend.open.values())
-    return PlainTextResponse(backend.metrics.text(count, backend.weights.version), media_type=metrics.CONTENT_TYPE)
-
-
-Handler = Callable[[Service, Request, dict[str, Any]], Awaitable[Response]]
+HEALTH = {"input_ids": [0], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+Handler = Callable[[Service, Request, Any], Awaitable[Response]]
 POST: dict[str, Handler] = {
-    "/generate": _generate, "/v1/completions": partial(_openai, bodies.Completions),
-    "/v1/chat/completions": partial(_openai, bodies.Chat), "/score": _score, "/update_weights_from_disk": _update,
-    "/pause_generation": _pause, "/continue_generation": _continue, "/flush_cache": _flush, "/abort_request": _abort,
-}  # fmt: skip
+    "/generate": partial(_complete, bodies.Generate, answers.Sglang),
+    "/v1/completions": partial(_complete, bodies.Completions, answers.OpenAI),
+    "/v1/chat/completions": partial(_complete, bodies.Chat, answers.OpenAI),
+    "/score": _score,
+    "/update_weights_from_disk": _update,
+    "/pause_generation": partial(_act, bodies.Pause, lambda backend, given: backend.pause(abort=given.mode == "abort")),
+    "/continue_generation": partial(_act, bodies.Body, lambda backend, _: backend.resume()),
+    "/flush_cache": partial(_act, bodies.Body, lambda backend, _: backend.flush()),
+    "/abort_request": partial(
+        _act, bodies.Abort, lambda backend, given: backend.abort(given.rid, everything=given.abort_all)
+    ),
+}
 GET: dict[str, Handler] = {
-    "/health": _health, "/health_generate": _health_generate, "/v1/models": _models, "/metrics": _metrics,
-    **dict.fromkeys(("/get_model_info", "/model_info"), _model_info),
-    **dict.fromkeys(("/get_server_info", "/server_info"), _server_info),
-}  # fmt: skip
+    "/health": _health,
+    "/health_generate": _health_generate,
+    "/v1/models": partial(_facts, _models),
+    "/metrics": _metrics,
+    **dict.fromkeys(("/get_model_info", "/model_info"), partial(_facts, lambda service: dict(service.model))),
+    **dict.fromkeys(
+        ("/get_server_info", "/server_info"),
+        partial(_facts, lambda service: {**service.model, **service.server, **service.backend.facts()}),
+    ),
+}
 
 
-def app(service: Callable[[], Service]) -> Starlette:
-    """Return the routes. service: what there is once the server runs."""
-    routes = [Route(path, partial(_endpoint, service, path, POST[path]), methods=["POST"]) for path in POST]
-    routes += [Route(path, partial(_endpoint, service, path, GET[path]), methods=["GET"]) for path in GET]
+def app(service: Service) -> Starlette:
+    """Return the routes."""
+    methods = (("POST", POST), ("GET", GET))
+    routes = [
+        Route(path, partial(_endpoint, service, path, handler), methods=[method])
+        for method, handlers in methods
+        for path, handler in handlers.items()
+    ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
 
@@ -284,27 +264,21 @@ async def _no_route(request: Request, wrong: Exception) -> Response:
     return error(Refused(status, f"{request.method} {request.url.path}: there is no such route"))
 
 
-async def _endpoint(service: Callable[[], Service], path: str, handler: Handler, request: Request) -> Response:
-    begun, now = time.monotonic(), service()
+async def _endpoint(service: Service, path: str, handler: Handler, request: Request) -> Response:
+    begun, backend = time.monotonic(), service.backend
     try:
-        response = await _response(now, path, handler, request)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if service.key is not None and path not in WITHOUT_KEY and not hmac.compare_digest(given, service.key.encode()):
+            raise Refused(401, "the key of --api-key-file is missing: Authorization: Bearer KEY")
+        if path in POST:
+            backend.check()
+        response = await handler(service, request, await body_of(request, service.most) if path in POST else {})
     except Refused as refused:
         response = error(refused)
     except ClientDisconnect:
         response = Response(status_code=499)  # nobody reads it
     except Exception as defect:  # the server lives, and the client learns what failed
         response = error(Refused(500, f"a defect of tpi: {type(defect).__name__}: {reason(defect)}"))
-    now.backend.metrics.add("tpi_requests_total", route=path, status=str(response.status_code))
-    now.backend.metrics.add("tpi_request_seconds_total", time.monotonic() - begun, route=path)
+    backend.count("tpi_requests_total", route=path, status=str(response.status_code))
+    backend.count("tpi_request_seconds_total", time.monotonic() - begun, route=path)
     return response
-
-
-async def _response(service: Service, path: str, handler: Handler, request: Request) -> Response:
-    if service.key is not None and path not in WITHOUT_KEY:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), service.key.encode()):
-            raise Refused(401, "the key of --api-key-file is missing: Authorization: Bearer KEY")
-    if path not in POST:
-        return await handler(service, request, {})
-    service.backend.check()
-    return await handler(service, request, await body_of(request, service.most))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -21,9 +21,10 @@ from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, RunError, reason, refuse
 from tp_invariant_recipes.features.inference.model import Model, model_of
-from tp_invariant_recipes.features.rollouts import prompts
-from tp_invariant_recipes.features.serve.backend import READY, STARTING
+from tp_invariant_recipes.features.rollouts.prompts import end_tokens
+from tp_invariant_recipes.features.serve.backend import READY, STARTING, Backend
 from tp_invariant_recipes.features.serve.bodies import Prompts
+from tp_invariant_recipes.features.serve.http import CONNECTIONS, Http, Service
 from tp_invariant_recipes.features.serve.messages import Weights
 from tp_invariant_recipes.launch import local, train
 from tp_invariant_recipes.launch.plan import Plan
@@ -31,17 +32,13 @@ from tp_invariant_recipes.launch.ranks import Outcome, RankFn, Stop, stopping
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.reading import read_limited
-from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.text import first_line
 
-if TYPE_CHECKING:
-    from tp_invariant_recipes.features.serve.http import Http
-
 MODE = "portable"  # the numerics of a folder
-CONNECTIONS = 4096  # that may wait to be taken
 SHORTEST_KEY = 16  # characters of a key
+ANY_VALUE = {"seq_length", "initial_weights"}  # of which weights are independent
 
 
 @dataclass(frozen=True)
@@ -66,28 +63,8 @@ class ServeRequest:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ServeResult(Result):
-    """How a server ended. drained: all requests were answered."""
-
-    drained: bool
-
-    @property
-    def exit_status(self) -> int:
-        """0: after all answers; 130: without them."""
-        return 0 if self.drained else 130
-
-    def lines(self) -> list[str]:
-        """Return nothing: it was told before."""
-        return []
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the result for programs."""
-        return {"drained": self.drained}
-
-
-def serve(request: ServeRequest, console: Console) -> ServeResult:
-    """Serve until SIGTERM or Ctrl-C. Raises a TpiError: a mistake; or a rank has died."""
+def serve(request: ServeRequest, console: Console) -> bool:
+    """Serve until SIGTERM or Ctrl-C. Returns whether all requests were answered. Raises TpiError."""
     key = _key(request.api_key_file) if request.api_key_file else None
     with _listening(request.host, request.port) as listening:
         with progress.busy(console, "reading weights"):
@@ -95,33 +72,30 @@ def serve(request: ServeRequest, console: Console) -> ServeResult:
             first = _weights(loaded)
             where = request.tokenizer or loaded.tokenizer
             codec = sequences.tokenizer(where) if where else None
-        logs = (request.logs or Path(tempfile.mkdtemp(prefix="tpi-serve-"))).absolute()
-        config, run_dir = loaded.config, RunDir(logs)
+        run_dir = RunDir((request.logs or Path(tempfile.mkdtemp(prefix="tpi-serve-"))).absolute())
         run_dir.logs.mkdir(parents=True, exist_ok=True)
+        config = loaded.config
         plan = Plan(loaded.composed, config, config.layout, run_dir, {}, environment.of_run(config))
         with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
             train.validate(plan)
-        from tp_invariant_recipes.features.serve.http import Http
         from tp_invariant_recipes.features.serve.rank import Serve  # it imports Megatron, which is there now
 
         pipes = [Pipe() for _ in range(config.layout.world)]
         vocabulary, folder = config.shape.vocabulary, None if loaded.checkpoint else request.source.expanduser()
-        ends = prompts.end_tokens(folder, codec, vocabulary)
         longest = int(min(LARGEST_ANGLE, loaded.longest or LARGEST_ANGLE))
-        source = str(request.source)
-        http = Http(
-            listening, [mine for mine, _ in pipes], config.layout.dp, first, partial(_located, request, loaded),
-            Prompts(codec, vocabulary, ends, longest, (source, request.source.name, "default")), request, key,
-            _facts(request, loaded, where),
-        )  # fmt: skip
+        names = str(request.source), request.source.name, "default"
+        prompts = Prompts(codec, vocabulary, end_tokens(folder, codec, vocabulary), longest, names)
+        located = partial(_located, request, loaded)
+        backend = Backend([mine for mine, _ in pipes], config.layout.dp, first, request.queue, located)
+        http = Http(listening, Service(backend, prompts, request.body, key, *_facts(request, loaded, where)))
         serves = Serve(config, first, where, request.engine, [theirs for _, theirs in pipes])
         drained = _until_the_end(http, plan, serves, console)
     if request.logs is None:
-        shutil.rmtree(logs, ignore_errors=True)
-    return ServeResult(drained)
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+    return drained
 
 
-def _until_the_end(http: "Http", plan: Plan, serves: RankFn, console: Console) -> bool:
+def _until_the_end(http: Http, plan: Plan, serves: RankFn, console: Console) -> bool:
     """Run ranks and HTTP. Returns whether all requests were answered. Raises RunError: a rank has died."""
     stop, told = Stop(), set[str]()
 
@@ -134,9 +108,9 @@ def _until_the_end(http: "Http", plan: Plan, serves: RankFn, console: Console) -
 
         def tick() -> None:
             http.start()  # not before ranks are forked
-            if http.state == READY:
+            if http.backend.state == READY:
                 say(f"{http.url}: ready")
-            if noted.requests > 1 or (noted.signals and http.state == STARTING):
+            if noted.requests > 1 or (noted.signals and http.backend.state == STARTING):
                 stop.requests = 2
             elif noted.signals:
                 http.drain()
@@ -167,30 +141,22 @@ def _weights(loaded: Model) -> Weights:
 def _located(request: ServeRequest, loaded: Model, source: str, step: int | None) -> Weights:
     """Return other weights of the model that is served. Raises ConfigError: they are of another."""
     other = _model(request, Path(source), step)
-    before, after = loaded.config, other.config
-    sections = (("model", before.model, after.model), ("numerics", vars(before.numerics), vars(after.numerics)))
-    refuse(
-        [
-            f"{source} has {name}.{field}={new.get(field)}, and the server {old.get(field)}"
-            for name, old, new in sections
-            for field in sorted({*old, *new} - ANY_VALUE)
-            if old.get(field) != new.get(field)
-        ]
-    )
+    old, new = ({**of.config.model, **vars(of.config.numerics)} for of in (loaded, other))
+    unlike = [key for key in sorted({*old, *new} - ANY_VALUE) if old.get(key) != new.get(key)]
+    refuse([f"{source} has {key}={new.get(key)}, and the server {old.get(key)}" for key in unlike])
     return _weights(other)
 
 
-ANY_VALUE = {"seq_length", "initial_weights"}  # of which weights are independent
-
-
-def _facts(request: ServeRequest, loaded: Model, tokenizer: str | None) -> dict[str, Any]:
+def _facts(request: ServeRequest, loaded: Model, tokenizer: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `/get_model_info` answers, and what `/get_server_info` adds."""
     config = loaded.config
     model = {
         "model_path": str(request.source), "tokenizer_path": tokenizer, "is_generation": True,
         "preferred_sampling_params": None, "vocab_size": config.shape.vocabulary,
     }  # fmt: skip
-    server = {"version": __version__, "identity": loaded.identity, "layout": config.layout.as_dict()}
-    return {"model": model, "server": server | {"max_body_bytes": request.body}}
+    layout = config.layout.as_dict()
+    server = {"version": __version__, "identity": loaded.identity, "layout": layout, "max_body_bytes": request.body}
+    return model, server
 
 
 def _key(file: Path) -> str:

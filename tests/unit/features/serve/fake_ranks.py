@@ -14,12 +14,13 @@ import httpx
 
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.rollouts.requests import Completion, finish_reason
+from tp_invariant_recipes.features.rollouts.requests import finish_reason
 from tp_invariant_recipes.features.serve import messages
+from tp_invariant_recipes.features.serve.backend import Backend
 from tp_invariant_recipes.features.serve.bodies import Prompts
 from tp_invariant_recipes.features.serve.http import Http
 from tp_invariant_recipes.features.serve.messages import Weights
-from tp_invariant_recipes.features.serve.workflow import ServeRequest
+from tp_invariant_recipes.features.serve.routes import Service
 
 VOCABULARY, TOKENS = 512, 4096
 SLOW = 500  # a prompt that begins with it gets a token every 10 ms
@@ -36,14 +37,14 @@ class FakeRank:
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
-        self.tell(messages.Ready(0, True, TOKENS))
+        self.tell(messages.Ready(0, 0, TOKENS))
         while True:
             slow = self.samples and all(m.request.tokens[0] == SLOW for m, *_ in self.samples.values())
             wait = None if not self.samples or self.held else STEP if slow else 0
             while self.pipe.poll(wait):
                 for message in self.pipe.recv():
                     self.log.append(message)
-                    if isinstance(message, messages.End):
+                    if message == messages.Task():
                         return
                     self.take(message)
                 wait = 0
@@ -63,12 +64,12 @@ class FakeRank:
                     self.end(place, messages.ABORT)
             case messages.Hold(held, _):
                 self.held = held
-            case messages.Score(key, scored):
+            case messages.Task(key, scored) if scored:
                 rows = [
                     {"token_ids": s.tokens[s.first :], "logprobs": [-0.5] * len(s.tokens[s.first :])} for s in scored
                 ]
                 self.tell(messages.Answer(key, self.version, [json.dumps(row).encode() for row in rows]))
-            case messages.Load(key, weights):
+            case messages.Task(key, _, weights):
                 time.sleep(0.05)
                 problem = "its values are not finite" if weights.version == "nan" else None
                 if problem is None:
@@ -87,11 +88,14 @@ class FakeRank:
                 self.tell(messages.Drawn(*place, [drawn[-1]], [-len(drawn) / 8], ((self.version, len(drawn)),)))
 
     def end(self, place: tuple[str, int], reason: str) -> None:
-        _, drawn, runs = self.samples.pop(place)
-        values = tuple(-(n + 1) / 8 for n in range(len(drawn)))
+        message, drawn, runs = self.samples.pop(place)
         runs = [*runs, (self.version, len(drawn) - sum(count for _, count in runs))]
-        completion = Completion(*place, tuple(drawn), values, tuple(1 for _ in drawn), reason)
-        self.tell(messages.Ended(completion, tuple(run for run in runs if run[1])))
+        told = len(drawn) - 1 if message.stream and reason != messages.ABORT else 0
+        told = len(drawn) if message.stream and reason == messages.ABORT else told
+        values = [-(n + 1) / 8 for n in range(told, len(drawn))]
+        self.tell(
+            messages.Drawn(*place, drawn[told:], values, tuple(run for run in runs if run[1]) or (runs[-1],), reason)
+        )
 
 
 def located(source: str, step: int | None) -> Weights:
@@ -104,21 +108,20 @@ def located(source: str, step: int | None) -> Weights:
 
 @contextmanager
 def served(
-    codec: Any = None, key: str | None = None, ends: tuple[int, ...] = (), **options: Any
+    codec: Any = None, key: str | None = None, ends: tuple[int, ...] = (), queue: int = 8192, body: int = 1 << 26
 ) -> Iterator[tuple[httpx.Client, FakeRank, Http]]:
     """A server and a client of it. codec: bytes by default."""
     codec = codec or sequences.tokenizer("byte")
     mine, theirs = Pipe()
     listening = socket.create_server(("127.0.0.1", 0))
     prompts = Prompts(codec, VOCABULARY, ends, TOKENS, ("fake", "default"))
-    request = ServeRequest(None, **options)  # type: ignore[arg-type]
-    facts = {"model": {"model_path": "fake"}, "server": {}}
-    http = Http(listening, [mine], 1, Weights(None, None, "v0"), located, prompts, request, key, facts)
+    backend = Backend([mine], 1, Weights(None, None, "v0"), queue, located)
+    http = Http(listening, Service(backend, prompts, body, key, {"model_path": "fake"}, {}))
     rank = FakeRank(theirs, codec)
     http.start()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=http.url, timeout=30, headers=headers, trust_env=False) as client:
-        while http.state != "ready":
+        while http.backend.state != "ready":
             time.sleep(0.005)
         try:
             yield client, rank, http

@@ -44,13 +44,12 @@ def test_a_completion_of_sglang(server):
     params = {"max_new_tokens": 3, "temperature": 0}
     answer = ask(
         client, input_ids=[65, 66], sampling_params=params, return_logprob=True, logprob_start_len=0, bits=True,
-        return_text_in_logprobs=True,
     )  # fmt: skip
     meta = answer["meta_info"]
     assert (answer["text"], answer["output_ids"]) == ("ABC", [65, 66, 67])
-    assert meta["output_token_logprobs"] == [[-0.125, 65, "A"], [-0.25, 66, "B"], [-0.375, 67, "C"]]
+    assert meta["output_token_logprobs"] == [[-0.125, 65, None], [-0.25, 66, None], [-0.375, 67, None]]
     assert meta["output_token_bits"] == ["be000000", "be800000", "bec00000"]
-    assert meta["input_token_logprobs"] == [[None, 65, "A"], [-0.5, 66, "B"]]
+    assert meta["input_token_logprobs"] == [[None, 65, None], [-0.5, 66, None]]
     assert meta["input_token_bits"] == [None, "bf000000"]
     assert meta["finish_reason"] == {"type": "length", "length": 3}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["id"]) == (2, 3, "1")
@@ -104,8 +103,6 @@ def test_a_stream_of_sglang_grows_to_the_whole_answer(server):
     client, *_ = server
     body = {"input_ids": [65], "rid": "a", "return_logprob": True, "sampling_params": {"max_new_tokens": 40}}
     parts, whole = events(client, "/generate", **body), ask(client, **body)
-    for answer in (*parts, whole):
-        del answer["meta_info"]["e2e_latency"]
     assert parts[-1] == whole
     assert [len(part["output_ids"]) for part in parts] == sorted({len(part["output_ids"]) for part in parts})
     several = events(client, "/generate", input_ids=[[65], [66]], sampling_params={"max_new_tokens": 3, "n": 2})
@@ -115,7 +112,7 @@ def test_a_stream_of_sglang_grows_to_the_whole_answer(server):
 
 def test_completions_of_openai(server):
     client, *_ = server
-    keys = {"logprobs": 0, "return_token_ids": True, "bits": True, "max_tokens": 2, "request_id": "a", "model": "fake"}
+    keys = {"logprobs": 0, "return_token_ids": True, "bits": True, "max_tokens": 2, "rid": "a", "model": "fake"}
     answer = ask(client, "/v1/completions", prompt=[[65, 66], [70]], **keys)
     first, second = answer["choices"]
     assert (first["index"], first["text"], first["finish_reason"]) == (0, "AB", "length")
@@ -126,8 +123,6 @@ def test_completions_of_openai(server):
     }  # fmt: skip
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     assert (answer["object"], answer["model"], answer["weight_version"]) == ("text_completion", "fake", "v0")
-    named = ask(client, "/v1/completions", prompt="A", logprobs=1, max_tokens=1, return_tokens_as_token_ids=True)
-    assert named["choices"][0]["logprobs"]["tokens"] == ["token_id:65"]
 
 
 @pytest.mark.parametrize("prompt", ("A", [0xE2]))  # 0xE2 begins a character of three bytes
@@ -180,6 +175,7 @@ UPDATES = (
     (None, {}, "length", ["v0"]),
     (None, {"abort_all_requests": True}, "abort", ["v0"]),
     ("retract", {}, "length", ["v0", "v1"]),
+    ("in_place", {}, "length", ["v0", "v1"]),
     ("abort", {}, "abort", ["v0"]),
 )
 
@@ -211,7 +207,7 @@ def test_new_requests_wait_for_weights_that_are_being_loaded():
         until(lambda: rank.samples)
         update = threading.Thread(target=ask, args=(client, "/update_weights_from_disk"), kwargs={"model_path": "v1"})
         update.start()
-        until(lambda: http.backend._delays)
+        until(lambda: http.backend.delayed is not None)
         second = client.post("/update_weights_from_disk", json={"model_path": "v2"})
         assert (second.status_code, second.json()["error"]["code"]) == (409, 409)
         assert ask(client, input_ids=[5])["meta_info"]["weight_version"] == "v1"
@@ -222,7 +218,7 @@ def test_new_requests_wait_for_weights_that_are_being_loaded():
 
 def test_a_refused_update_changes_nothing():
     results = []
-    with served() as (client, rank, http):
+    with served() as (client, rank, _):
         thread = slow(client, results, tokens=40)
         until(lambda: rank.samples)
         for source in ("wide", "nan"):
@@ -230,13 +226,6 @@ def test_a_refused_update_changes_nothing():
         thread.join()
         assert versions(results[0].json()) == [("v0", 40)]
         assert ask(client, input_ids=[5])["meta_info"]["weight_version"] == "v0"
-        ask(client, "/pause_generation", mode="in_place")
-        thread = slow(client, results, tokens=5)
-        until(lambda: http.backend.open)
-        refused = client.post("/update_weights_from_disk", json={"model_path": "v1"})
-        assert (refused.status_code, "mode=retract" in refused.json()["error"]["message"]) == (409, True)
-        ask(client, "/continue_generation")
-        thread.join()
 
 
 def test_requests_are_aborted_by_id_and_all():
@@ -278,7 +267,7 @@ def test_a_server_that_ends_answers_what_is_open_first():
         assert (refused.status_code, client.get("/health").status_code) == (503, 503)
         thread.join()
         assert len(results[0].json()["output_ids"]) == 50
-        until(lambda: isinstance(rank.log[-1], messages_.End))
+        until(lambda: rank.log[-1] == messages_.Task())
 
 
 def test_a_dead_rank_answers_each_open_request():
@@ -305,7 +294,7 @@ def test_a_key_is_asked_for():
 
 def test_metrics_count(server):
     client, *_ = server
-    line = re.compile(r'# (HELP|TYPE) \w+ .+|\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? \d+(\.\d+)?')
+    line = re.compile(r'# (HELP|TYPE) \w+ .+|\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? \d+(\.\d+)?(e-\d+)?')
     before, after = ({}, {})
     for found in (before, after):
         text = client.get("/metrics").text
