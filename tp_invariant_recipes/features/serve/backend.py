@@ -18,18 +18,6 @@ from tp_invariant_recipes.features.serve import messages
 from tp_invariant_recipes.features.serve.messages import Event, Message, Versions, Weights
 
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
-# Metrics of Prometheus: name -> type, and what it counts.
-METRICS = {
-    "tpi_requests_total": ("counter", "HTTP requests, by route and status"),
-    "tpi_request_seconds_total": ("counter", "seconds from the head of a request to the end of its answer, by route"),
-    "tpi_completions_total": ("counter", "completions that have ended, by finish reason"),
-    "tpi_prompt_tokens_total": ("counter", "tokens of prompts"),
-    "tpi_generation_tokens_total": ("counter", "tokens drawn, of completions that have ended"),
-    "tpi_scored_tokens_total": ("counter", "tokens scored"),
-    "tpi_weight_updates_total": ("counter", "updates of weights, by outcome"),
-    "tpi_open_completions": ("gauge", "completions that wait or run"),
-    "tpi_weights_info": ("gauge", "1, for the version of the weights"),
-}
 
 
 class Refused(Exception):
@@ -98,7 +86,7 @@ class Backend:
         self._homes: dict[int, Connection] = {}  # the pipe of the rank that listens for each
         self._changed = asyncio.Event()
         self._out: SimpleQueue[tuple[Connection, Sequence[Message]]] = SimpleQueue()
-        self._metrics: dict[str, defaultdict[str, float]] = {name: defaultdict(float) for name in METRICS}
+        self._metrics: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # by name and labels
 
     def start(self) -> None:
         """Listen to the ranks, in the event loop that calls it."""
@@ -145,18 +133,17 @@ class Backend:
                 future.set_result(event)
 
     def count(self, metric: str, value: float = 1, **labels: str) -> None:
-        """Add to a counter of METRICS."""
+        """Add to a counter of `/metrics`."""
         self._metrics[metric][",".join(f'{label}="{of}"' for label, of in labels.items())] += value
 
     def metrics(self) -> str:
         """Return all in Prometheus' text format, with the gauges of now."""
-        self._metrics["tpi_open_completions"] = defaultdict(float, {"": self._waiting()})
-        self._metrics["tpi_weights_info"] = defaultdict(float, {f'weight_version="{self.weights.version}"': 1})
+        gauges = {"tpi_open_completions": {"": self._waiting()}}
+        gauges["tpi_weights_info"] = {f'weight_version="{self.weights.version}"': 1}
         lines = []
-        for name, (kind, text) in METRICS.items():
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            values = sorted((self._metrics[name] or {"": 0.0}).items())
-            lines += [f"{name}{labels and f'{{{labels}}}'} {value:.15g}" for labels, value in values]
+        for name, values in (self._metrics | gauges).items():
+            lines.append(f"# TYPE {name} {'gauge' if name in gauges else 'counter'}")
+            lines += [f"{name}{labels and f'{{{labels}}}'} {value:.15g}" for labels, value in sorted(values.items())]
         return "\n".join(lines) + "\n"
 
     def _waiting(self) -> int:

@@ -1,25 +1,299 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server of `tpi serve`, in a thread of its own beside the launcher of the ranks."""
+"""The HTTP server of `tpi serve`: bodies are read up to a limit, checked, and answered."""
 
 import asyncio
+import hmac
+import json
 import resource
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from socket import socket
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from tp_invariant_recipes.features.serve.routes import Service, app
+from tp_invariant_recipes.data.sequences import Sequence as ScoredSequence
+from tp_invariant_recipes.errors import reason
+from tp_invariant_recipes.features.serve import answers, bodies
+from tp_invariant_recipes.features.serve.answers import Answer
+from tp_invariant_recipes.features.serve.backend import Backend, Open, Refused
+from tp_invariant_recipes.features.serve.bodies import Prompts
+from tp_invariant_recipes.reading import TOKENS, parse_object
 
+SMALL = 1 << 14  # bytes of a body that is parsed at once; another thread parses larger ones
+BODY_SECONDS = 60  # that a client has for its body
+RETRY_AFTER = 1  # seconds
 CONNECTIONS = 4096  # at most; uvicorn answers 503 to more
 KEEP_ALIVE = 75  # seconds that a connection may be idle between requests
 LAST_SECONDS = 3  # that clients have to read their answers at the end
+WITHOUT_KEY = ("/health", "/metrics")
+KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class Service:
+    """What routes answer with. most: bytes of a body. key: None: every client may ask. model, server: facts."""
+
+    backend: Backend
+    prompts: Prompts
+    most: int
+    key: str | None
+    model: Mapping[str, Any]
+    server: Mapping[str, Any]
+
+    @property
+    def fitting(self) -> Prompts:
+        """What bodies are read with: the cache may be shorter than the positions of the model."""
+        return replace(self.prompts, longest=min(self.prompts.longest, self.backend.tokens))
+
+
+def problem_of(refused: Refused) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = KINDS.get(refused.status, "server_error")
+    return {"error": {"message": str(refused), "type": kind, "param": refused.key, "code": refused.status}}
+
+
+def error(refused: Refused) -> JSONResponse:
+    """Return the answer of a request that is refused."""
+    headers = {"Retry-After": str(RETRY_AFTER)} if refused.status in (429, 503) else {}
+    if refused.status in (408, 413, 503):
+        headers["Connection"] = "close"  # the rest of a body is not read
+    return JSONResponse(problem_of(refused), refused.status, headers)
+
+
+async def body_of(request: Request, most: int) -> dict[str, Any]:
+    """Return the JSON object of a request; none: {}. Raises Refused: it is none, or too large, or comes too slowly."""
+    announced = request.headers.get("content-length", "0")
+    length = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
+    data, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            if length <= 2 * most:  # a client that writes first reads no answer while it writes
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    data += chunk if size <= most else b""
+                    if size > 2 * most:
+                        break
+    except TimeoutError:
+        raise Refused(408, f"the body did not come within {BODY_SECONDS} s") from None
+    if max(size, length) > most:
+        raise Refused(413, f"a body of {max(size, length)} bytes or more is larger than {most} (--body)")
+    if not data.strip():
+        return {}
+    try:
+        return await _parsed(request, partial(parse_object, most=TOKENS), bytes(data))
+    except ValueError as wrong:
+        raise Refused(400, f"the body is not JSON that is taken here: {reason(wrong)}") from wrong
+
+
+async def _parsed[T](request: Request, parse: Callable[..., T], *arguments: Any) -> T:
+    """Parse a body, a large one in another thread."""
+    length = request.headers.get("content-length", "")
+    small = length.isdecimal() and len(length) < 6 and int(length) < SMALL
+    return parse(*arguments) if small else await asyncio.to_thread(parse, *arguments)
+
+
+async def answered[T](request: Request, opened: Sequence[Open], backend: Backend, result: Awaitable[T]) -> T:
+    """Return a result, unless the client goes away, whose requests end then. Raises Refused, ClientDisconnect."""
+    task = asyncio.ensure_future(result)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        backend.leave(opened, told=False)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _completed(backend: Backend, opened: Sequence[Open], first: int | None) -> None:
+    """Wait for requests, and for the scores of their prompts from the first on. Raises Refused."""
+    for each in opened if first is not None else ():
+        each.scores = b"", backend.weights.version
+        if max(1, first or 0) < len(each.request.tokens):
+            scored = await backend.score([ScoredSequence(each.key, [*each.request.tokens], max(1, first or 0))])
+            each.scores = scored.lines[0], scored.version
+    for each in opened:
+        while not each.ended and each.problem is None:
+            await each.changed.wait()
+            each.changed.clear()
+        if each.problem is not None:
+            raise each.problem
+
+
+async def _streamed(backend: Backend, answer: Answer) -> AsyncIterator[bytes]:
+    """Yield what has changed, as server-sent events. A client that reads slowly gets fewer and longer parts."""
+    opened, over = answer.opened, False
+    try:
+        while not over:
+            await opened[0].changed.wait()
+            opened[0].changed.clear()
+            over = all(each.ended for each in opened)
+            if (problem := next((each.problem for each in opened if each.problem is not None), None)) is not None:
+                yield _event(problem_of(problem))
+                return
+            for part in answer.changed():
+                yield _event(part)
+        for part in answer.last():
+            yield _event(part)
+        yield b"data: [DONE]\n\n"
+    finally:
+        backend.leave(opened, told=False)
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+async def _complete(
+    kind: type[bodies.Completes], form: type[Answer], service: Service, request: Request, body: Any
+) -> Response:
+    """Answer a route that completes prompts. kind: of its body. form: of its answer."""
+    backend = service.backend
+    asked = await _parsed(request, service.fitting.asked, kind, body)
+    opened = backend.submit(asked.requests, stream=asked.body.stream)
+    answer = form(service.prompts.codec, asked, opened, service.prompts.names[0])
+    if asked.body.stream:
+        return StreamingResponse(_streamed(backend, answer), media_type="text/event-stream")
+    await answered(request, opened, backend, _completed(backend, opened, asked.body.first))
+    return JSONResponse(answer.whole())
+
+
+async def _score(service: Service, request: Request, body: Any) -> Response:
+    sequences = await _parsed(request, service.fitting.score, body)
+    answer = await answered(request, (), service.backend, service.backend.score(sequences))
+    joined = b", ".join(line.strip() for line in answer.lines)  # as `tpi score` writes them
+    whole = b'{"weight_version": ' + json.dumps(answer.version).encode() + b', "scores": [' + joined + b"]}"
+    return Response(whole, media_type="application/json")
+
+
+async def _update(service: Service, request: Request, body: Any) -> Response:
+    given = bodies.checked(bodies.Update, body)
+    update = service.backend.update(given.model_path, given.step, abort=given.abort_all_requests)
+    await asyncio.shield(asyncio.ensure_future(update))  # it goes on where its client goes away
+    return _done(service)
+
+
+async def _act(
+    kind: type[bodies.Body], act: Callable[[Backend, Any], None], service: Service, request: Request, body: Any
+) -> Response:
+    act(service.backend, bodies.checked(kind, body))
+    return _done(service)
+
+
+def _done(service: Service) -> Response:
+    answer = {"success": True, "message": "done", "status": "ok"}
+    return JSONResponse(answer | {"weight_version": service.backend.weights.version})
+
+
+async def _health(service: Service, request: Request, body: Any) -> Response:
+    service.backend.check()
+    return _done(service)
+
+
+async def _health_generate(service: Service, request: Request, body: Any) -> Response:
+    if service.backend.paused:
+        raise Refused(503, "generation is paused; /continue_generation makes passes again")
+    await _complete(bodies.Generate, answers.Sglang, service, request, HEALTH)
+    return _done(service)
+
+
+async def _metrics(service: Service, request: Request, body: Any) -> Response:
+    return PlainTextResponse(service.backend.metrics(), media_type=METRICS)
+
+
+async def _facts(facts: Callable[[Service], dict[str, Any]], service: Service, request: Request, body: Any) -> Response:
+    return JSONResponse(facts(service) | {"weight_version": service.backend.weights.version})
+
+
+def _models(service: Service) -> dict[str, Any]:
+    data = {"id": service.prompts.names[0], "object": "model", "created": 0, "owned_by": "tpi"}
+    return {"object": "list", "data": [data | {"max_model_len": service.fitting.longest}]}
+
+
+HEALTH = {"input_ids": [0], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+Handler = Callable[[Service, Request, Any], Awaitable[Response]]
+POST: dict[str, Handler] = {
+    "/generate": partial(_complete, bodies.Generate, answers.Sglang),
+    "/v1/completions": partial(_complete, bodies.Completions, answers.OpenAI),
+    "/v1/chat/completions": partial(_complete, bodies.Chat, answers.OpenAI),
+    "/score": _score,
+    "/update_weights_from_disk": _update,
+    "/pause_generation": partial(_act, bodies.Pause, lambda backend, given: backend.pause(abort=given.mode == "abort")),
+    "/continue_generation": partial(_act, bodies.Body, lambda backend, _: backend.resume()),
+    "/flush_cache": partial(_act, bodies.Body, lambda backend, _: backend.flush()),
+    "/abort_request": partial(
+        _act, bodies.Abort, lambda backend, given: backend.abort(given.rid, everything=given.abort_all)
+    ),
+}
+GET: dict[str, Handler] = {
+    "/health": _health,
+    "/health_generate": _health_generate,
+    "/v1/models": partial(_facts, _models),
+    "/metrics": _metrics,
+    **dict.fromkeys(("/get_model_info", "/model_info"), partial(_facts, lambda service: dict(service.model))),
+    **dict.fromkeys(
+        ("/get_server_info", "/server_info"),
+        partial(_facts, lambda service: {**service.model, **service.server, **service.backend.facts()}),
+    ),
+}
+
+
+def app(service: Service) -> Starlette:
+    """Return the routes."""
+    methods = (("POST", POST), ("GET", GET))
+    routes = [
+        Route(path, partial(_endpoint, service, path, handler), methods=[method])
+        for method, handlers in methods
+        for path, handler in handlers.items()
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+
+async def _no_route(request: Request, wrong: Exception) -> Response:
+    status = wrong.status_code if isinstance(wrong, HTTPException) else 500
+    return error(Refused(status, f"{request.method} {request.url.path}: there is no such route"))
+
+
+async def _endpoint(service: Service, path: str, handler: Handler, request: Request) -> Response:
+    begun, backend = time.monotonic(), service.backend
+    try:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if service.key is not None and path not in WITHOUT_KEY and not hmac.compare_digest(given, service.key.encode()):
+            raise Refused(401, "the key of --api-key-file is missing: Authorization: Bearer KEY")
+        if path in POST:
+            backend.check()
+        response = await handler(service, request, await body_of(request, service.most) if path in POST else {})
+    except Refused as refused:
+        response = error(refused)
+    except ClientDisconnect:
+        response = Response(status_code=499)  # nobody reads it
+    except Exception as defect:  # the server lives, and the client learns what failed
+        response = error(Refused(500, f"a defect of tpi: {type(defect).__name__}: {reason(defect)}"))
+    backend.count("tpi_requests_total", route=path, status=str(response.status_code))
+    backend.count("tpi_request_seconds_total", time.monotonic() - begun, route=path)
+    return response
 
 
 class Http:
-    """Answers requests until `end`. listening: the socket."""
+    """Answers requests until `end`, in a thread beside the launcher of the ranks. listening: the socket."""
 
     def __init__(self, listening: socket, service: Service) -> None:
         self.listening, self.service, self.backend = listening, service, service.backend

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,19 @@ def serve(request: ServeRequest, console: Console) -> bool:
         located = partial(_located, request, loaded)
         backend = Backend([mine for mine, _ in pipes], config.layout.dp, first, request.queue, located)
         http = Http(listening, Service(backend, prompts, request.body, key, *_facts(request, loaded, where)))
-        serves = Serve(config, first, where, request.engine, [theirs for _, theirs in pipes])
-        drained = _until_the_end(http, plan, serves, console)
+        theirs = [end for _, end in pipes]
+        serves = Serve(config, first, where, request.engine, theirs)
+        drained = _until_the_end(http, plan, serves, console, theirs)
     if request.logs is None:
         shutil.rmtree(run_dir.path, ignore_errors=True)
     return drained
 
 
-def _until_the_end(http: Http, plan: Plan, serves: RankFn, console: Console) -> bool:
-    """Run ranks and HTTP. Returns whether all requests were answered. Raises RunError: a rank has died."""
+def _until_the_end(http: Http, plan: Plan, serves: RankFn, console: Console, theirs: Sequence[Connection]) -> bool:
+    """Run ranks and HTTP. Returns whether all requests were answered. Raises RunError: a rank has died.
+
+    theirs: the ends of pipes that ranks have.
+    """
     stop, told = Stop(), set[str]()
 
     def say(text: str) -> None:
@@ -107,6 +112,8 @@ def _until_the_end(http: Http, plan: Plan, serves: RankFn, console: Console) -> 
     with stopping() as noted:
 
         def tick() -> None:
+            for end in theirs:  # else half a message of a killed rank would hold up all answers
+                end.close()
             http.start()  # not before ranks are forked
             if http.backend.state == READY:
                 say(f"{http.url}: ready")

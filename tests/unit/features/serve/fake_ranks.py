@@ -18,9 +18,8 @@ from tp_invariant_recipes.features.rollouts.requests import finish_reason
 from tp_invariant_recipes.features.serve import messages
 from tp_invariant_recipes.features.serve.backend import Backend
 from tp_invariant_recipes.features.serve.bodies import Prompts
-from tp_invariant_recipes.features.serve.http import Http
+from tp_invariant_recipes.features.serve.http import Http, Service
 from tp_invariant_recipes.features.serve.messages import Weights
-from tp_invariant_recipes.features.serve.routes import Service
 
 VOCABULARY, TOKENS = 512, 4096
 SLOW = 500  # a prompt that begins with it gets a token every 10 ms
@@ -32,6 +31,8 @@ class FakeRank:
 
     def __init__(self, pipe: Any, codec: Any) -> None:
         self.pipe, self.codec, self.version, self.held = pipe, codec, "v0", False
+        self.paced = False  # a token every 10 ms for any prompt
+        self.delay = 0.05  # seconds that a score or an update takes
         self.samples: dict[tuple[str, int], Any] = {}
         self.log: list[Any] = []
         threading.Thread(target=self.run, daemon=True).start()
@@ -39,7 +40,7 @@ class FakeRank:
     def run(self) -> None:
         self.tell(messages.Ready(0, 0, TOKENS))
         while True:
-            slow = self.samples and all(m.request.tokens[0] == SLOW for m, *_ in self.samples.values())
+            slow = self.paced or all(m.request.tokens[0] == SLOW for m, *_ in self.samples.values())
             wait = None if not self.samples or self.held else STEP if slow else 0
             while self.pipe.poll(wait):
                 for message in self.pipe.recv():
@@ -65,12 +66,13 @@ class FakeRank:
             case messages.Hold(held, _):
                 self.held = held
             case messages.Task(key, scored) if scored:
+                time.sleep(self.delay)
                 rows = [
                     {"token_ids": s.tokens[s.first :], "logprobs": [-0.5] * len(s.tokens[s.first :])} for s in scored
                 ]
                 self.tell(messages.Answer(key, self.version, [json.dumps(row).encode() for row in rows]))
             case messages.Task(key, _, weights):
-                time.sleep(0.05)
+                time.sleep(self.delay)
                 problem = "its values are not finite" if weights.version == "nan" else None
                 if problem is None:
                     for _, drawn, runs in self.samples.values():

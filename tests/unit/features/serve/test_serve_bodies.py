@@ -11,7 +11,8 @@ import pytest
 
 from tests.source_trees import PROJECT
 from tests.unit.features.serve.fake_ranks import SLOW, served
-from tp_invariant_recipes.features.serve import bodies, routes
+from tp_invariant_recipes.features.serve import bodies
+from tp_invariant_recipes.features.serve import http as server_
 
 pytest.importorskip("uvicorn")
 
@@ -158,7 +159,7 @@ def test_every_key_is_documented():
     keys = {key for kind in kinds for key in bodies.names(kind)} | {*bodies.IDLE} | bodies.UNREAD
     assert len(keys) > 75
     assert sorted(key for key in keys if f"`{key}`" not in text) == []
-    assert sorted(route for route in (*routes.POST, *routes.GET) if f"{route}`" not in text) == []
+    assert sorted(route for route in (*server_.POST, *server_.GET) if f"{route}`" not in text) == []
 
 
 def test_a_stream_that_nobody_reads_holds_up_nobody(server):
@@ -216,7 +217,7 @@ def test_half_a_body_and_a_silent_client_hold_up_nobody(server):
 
 def test_a_slow_body_is_refused(server, monkeypatch):
     client, _, http = server
-    monkeypatch.setattr(routes, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(server_, "BODY_SECONDS", 0.1)
     with connected(http) as stream:
         stream.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert stream.recv(100).startswith(b"HTTP/1.1 408")
