@@ -127,7 +127,8 @@ def _place(bits: Tensor) -> Tensor:
 
 
 def _square_limbs_torch(piece: Tensor, largest: Tensor) -> Tensor:
-    if not piece.is_cuda and (top := int(largest) >> 23) > 31:  # no subnormal counts, which a CPU may flush
+    top = 0 if piece.is_cuda else int(largest) >> 23
+    if 31 < top < 255:  # no subnormal counts, which a CPU may flush
         q = piece.double().mul_(math.ldexp(1.0, 157 - top))  # exact in fp64, and so is the square
         q = q.mul_(q).to(torch.int64)
     else:
