@@ -37,8 +37,8 @@ SHARED = 2  # ranks of one run to a GPU
 LIMIT = 240  # seconds for one run
 SHARING = "device.peer_memory=never"  # a run that comes later would make a step of this one take minutes
 NCCL = (
-    "pp=", "guard=shadow", "cuda_graph=full", "cuda_graph=te",
-)  # Gloo cannot send nor be captured  # fmt: skip
+    "pp=", "guard=shadow", "cuda_graph=full", "cuda_graph=te", "use_megatron_fsdp",
+)  # Gloo cannot send nor be captured, and FSDP has a distributed optimizer  # fmt: skip
 # A distributed optimizer's gathering of weights on GPUs by Gloo ends in a segmentation fault (torch 2.11).
 WITH_GLOO = (
     "dist.distributed_backend=gloo",

@@ -39,6 +39,7 @@ OVERLAP = (
     "ddp.overlap_grad_reduce=true ddp.bucket_size=100000 ddp.overlap_param_gather=true "
     "optimizer.overlap_param_gather=true"
 )
+FSDP = "ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy"
 ADAPTERS = f"{TOY} iters=4 peft=lora peft.dim=8 checkpoint.pretrained_checkpoint=dense-tp1/checkpoints"
 
 MUON = f"optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated {PLAIN_OPTIMIZER} ledger.state_digests=1"
@@ -70,6 +71,14 @@ LAYOUTS = {
             "dp=1", "dp=1 mbs=2", "dp=2", f"dp=4 {OVERLAP}", f"dp=4 {PLAIN_OPTIMIZER}", f"tp=2 dp=2 {OVERLAP}",
             "dp=2 pp=2", "tp=2 dp=4",
         ),
+    ),
+    "fsdp": (
+        "qwen3_toy gbs=4 iters=6 numerics.data_shards=4",
+        ("dp=1", "dp=2", *(f"dp=2 {FSDP}={s}" for s in ("optim", "optim_grads", "optim_grads_params"))),
+    ),
+    "fsdp-portable": (
+        "qwen3_toy gbs=4 iters=4 numerics=portable numerics.data_shards=4",
+        ("dp=2", f"dp=2 {FSDP}=optim_grads_params"),
     ),
     "leaves": (  # a data shard of one sequence
         "qwen3_toy gbs=8 iters=4 numerics.data_shards=8",
