@@ -258,6 +258,17 @@ def over_the_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
     return roll_tensor
 
 
+def gathered_again(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace start_param_sync of a group of buckets: a forward pass gathers weights that were gathered before it."""
+
+    def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        original(self, force_sync)
+        if force_sync and self.ddp_config.overlap_param_gather:
+            self.param_gather_dispatched = False
+
+    return start_param_sync
+
+
 _ROW_PARALLEL = "megatron.core.tensor_parallel.layers:RowParallelLinear"
 EXPERT_BIAS = Patch(
     name="core-expert-bias",
@@ -327,4 +338,20 @@ MULTI_TOKEN = Patch(
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7498",
     reached=predicts_tokens_over_cp,
 )
-GRADIENTS = (EXPERT_BIAS, EXPERT_BIAS_SUM, SINKS, DELTA_NET, MULTI_TOKEN)
+GATHERS = Patch(
+    name="core-gathers-in-graphs",
+    package="megatron-core",
+    need=Looks(
+        Form("distributed/param_and_grad_buffer.py", "start_param_sync", has="self.param_gather_dispatched = True"),
+        "a start_param_sync that marks weights as gathered",
+    ),
+    replaces={
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync": gathered_again
+    },
+    why="with ddp.overlap_param_gather and a CUDA graph of the whole step, a graph that is captured after an "
+    "evaluation, a checkpoint or digests has no gathers, so that ranks go on with weights of that step",
+    reached=lambda config: (
+        config.at("ddp.overlap_param_gather") and config.model.get("cuda_graph_impl") == "full_iteration"
+    ),
+)
+GRADIENTS = (EXPERT_BIAS, EXPERT_BIAS_SUM, SINKS, DELTA_NET, MULTI_TOKEN, GATHERS)

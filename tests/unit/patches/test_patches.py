@@ -217,6 +217,11 @@ def test_what_a_process_never_uses_is_neither_imported_nor_replaced(installs, pa
         ({"model": {"mtp_num_layers": 1}}, {"bridge-local-mtp"}),
         ({"model": {"use_cpu_initialization": True}}, {"bridge-cpu-initialization"}),
         ({"weights": {"folder": "x"}}, {"bridge-local-names"}),
+        ({"ddp": {"overlap_param_gather": True}, "model": {"cuda_graph_impl": "local"}}, set()),
+        (
+            {"ddp": {"overlap_param_gather": True}, "model": {"cuda_graph_impl": "full_iteration"}},
+            {"core-gathers-in-graphs"},
+        ),
     ),
 )
 def test_a_patch_is_for_the_runs_that_reach_its_code(sections, names):
@@ -465,3 +470,24 @@ def test_the_state_of_sgd_is_its_momentum_and_nothing_of_other_optimizers(kind, 
     optimizer = getattr(torch.optim, kind)(weights, lr=0.1, **options)
     core.momentum(optimizer)
     assert [state.keys() for state in optimizer.state.values()] == [{"momentum_buffer"}] * buffers
+
+
+@pytest.mark.parametrize("patched", (False, True))
+def test_a_captured_step_gathers_weights_that_digests_have_gathered(patched):
+    """Megatron's flag is reset where the host runs a backward pass, which a replay does not."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
+
+    start = core.gathered_again(Buckets.start_param_sync) if patched else Buckets.start_param_sync
+    gathered = []
+    group = SimpleNamespace(
+        ddp_config=SimpleNamespace(overlap_param_gather=True, use_distributed_optimizer=False),
+        param_gather_handle=SimpleNamespace(wait=lambda: gathered.append(1)),
+        param_gather_dispatched=True,
+        _post_param_sync=lambda: None,
+        intra_distributed_optimizer_instance_size=1,
+    )
+    start(group, force_sync=True)
+    assert gathered
+    assert group.param_gather_dispatched is not patched
+    start(group)
+    assert group.param_gather_dispatched
