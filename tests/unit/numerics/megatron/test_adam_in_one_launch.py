@@ -121,3 +121,49 @@ def test_a_kernel_of_other_bits_is_refused(monkeypatch, launches):
     monkeypatch.setattr(optimizer_step, "_trial", lambda *_: False)
     assert a_step(monkeypatch, an_optimizer(), 4.0) == ["clip", "step"]
     assert launches == []
+
+
+def stepped(p, g, m, v, clip, lr, beta1, beta2, eps, step, weight_decay):
+    """A step in place, in plain torch."""
+    g.mul_(clip)
+    m.mul_(beta1).add_(g, alpha=1 - beta1)
+    v.mul_(beta2).add_(g * g, alpha=1 - beta2)
+    update = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps) + weight_decay * p
+    p.sub_(lr * update)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    (
+        None,
+        lambda clip, step: step.step == 1,
+        lambda clip, step: step.step > 1000,
+        lambda clip, step: step.weight_decay == 0.0,
+        lambda clip, step: step.lr == 0.0,
+        lambda clip, step: clip < 1.0,
+        lambda clip, step: clip == 1.0 and step.lr,
+    ),
+)
+def test_the_exactness_check_has_what_runs_meet(monkeypatch, wrong):
+    """A kernel that is wrong in one kind of step only is refused."""
+    from megatron.core.optimizer import optimizer
+
+    def launch(parameters, clip, settings):
+        ((*tensors, copy),) = parameters
+        stepped(*tensors, clip, settings.lr, *settings.betas, settings.eps, settings.step, settings.weight_decay)
+        copy.copy_(tensors[0])
+        if wrong and wrong(clip, settings):
+            tensors[2][-1] += 1.0
+
+    def library(scale, lists, *numbers):
+        if scale:
+            lists[0][0].mul_(numbers[0])
+        else:
+            (g,), (p,), (m,), (v,) = lists
+            stepped(p, g, m, v, 1.0, *numbers[:5], numbers[7])
+
+    monkeypatch.setattr(optimizer, "multi_tensor_applier", lambda what, skipped, *rest: library(what, *rest))
+    monkeypatch.setattr(optimizer, "multi_tensor_scale_impl", True)
+    monkeypatch.setattr(optimizer_step, "clipped_adam", launch)
+    adam = SimpleNamespace(adam_w_mode=True, multi_tensor_adam=False)
+    assert optimizer_step._trial(adam, torch.device("cpu")) == (wrong is None)
