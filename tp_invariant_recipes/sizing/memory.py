@@ -138,11 +138,16 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     if stage == 0 or (last and config.shape.depths):  # the latter has a copy of the first stage's
         weights += size.embedding(config.shape) + size.positions(config.shape)
         matrices += size.positions(config.shape)  # of which Megatron-Core does not say that they are an embedding
-    trained, lookups, fields = weights, 0, finetuning.section(config)
+    batch = activations.micro_batch(config)
+    trained, lookups, waiting, fields = weights, 0, 0, finetuning.section(config)
     if config.numerics.invariant:  # numerics/layers/embedding.py adds up apart what one buffer would mix
         ahead = bool(config.shape.depths)
         lookup_count = (_tied(config, at) or (ahead and at.pp == 1)) + (last and ahead)
         lookups = lookup_count * size.embedding(config.shape).split // at.tp
+        looked_up = config.train["global_batch_size"] // at.dp * batch.tokens * config.shape.hidden
+        # Until the last backward pass has ended, where they are fewer than the rows.
+        if config.numerics.data_shards == at.dp and not config.fsdp and lookup_count * looked_up <= lookups:
+            lookups, waiting = 0, lookup_count * looked_up * batch.element
     if fields is not None:
         trained, lookups, shared = Weights(), 0, fields.get("share_expert_adapters", True)
         for layer, count in held.items():
@@ -152,14 +157,13 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
                     * count
                 )
         weights += trained
-    batch = activations.micro_batch(config)
     kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())
     if last:
         row = batch.slice * config.shape.hidden * batch.element
         # Of MTP also the embedding, it and the features side by side, and the last norm's two.
         depth = _kept(config, batch, size.mtp_layers(config.shape)) + 5 * row
         kept += 2 * row + config.shape.depths * depth  # 2: the final norm's input and output
-    standing = int(kept * _in_flight(config, at, stage))
+    standing = int(kept * _in_flight(config, at, stage)) + waiting
     working = _working(config, at, batch, held, weights.largest // at.tp, last=last)
     step = _of_step(config, at, trained, matrices.largest)
     working[LOSS] = max(working[LOSS], step - standing)

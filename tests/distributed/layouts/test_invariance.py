@@ -63,6 +63,27 @@ def test_one_ledger_for_all_layouts(scenario):
     assert "product" not in dense(ALONE, VALIDATED).header().device  # the definition on a CPU has no name
 
 
+def _reduced_early():
+    """Reduce a bucket when its first gradient has come, not its last."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
+
+    ready = Buckets.register_grad_ready
+
+    def early(self, *args, **kwargs):
+        ready(self, *args, **kwargs)
+        if self.is_last_microbatch and self.grad_reduce_handle is None:
+            self.start_grad_sync()
+
+    Buckets.register_grad_ready = early
+
+
+def test_a_bucket_waits_for_its_last_gradient(scenario):
+    """The control: one that does not has another ledger."""
+    run = scenario(SHORTEST, "iters=1 gbs=4 numerics.data_shards=2")
+    agree(run, ("", f"dp=2 {GATHER}"))
+    run("").compared(run(f"dp=2 {GATHER}").planted(_reduced_early), status=1)
+
+
 def test_how_often_digests_are_taken_changes_nothing_else(scenario):
     """Also the norm of a step without them, after one that was told the largest gradient by their kernel."""
     run = scenario(SHORTEST, "iters=3 ledger.state_digests=0")

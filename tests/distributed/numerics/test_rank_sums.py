@@ -41,10 +41,17 @@ def _of_contexts(mesh, cp, reduce, numbers):
     return partials[0].chunk(mesh.size)[mesh.rank].clone() if reduce == "reduce_scatter" else partials[0]
 
 
+def _reduced_parts(mesh, cuts):
+    mine, parts = terms(mesh.size, cuts[-1])[mesh.rank].clone(), [*map(slice, cuts, cuts[1:])]
+    bucket_reduction.reduce_parts([mine], parts, mesh.group)
+    return mine[parts[mesh.rank]].clone()
+
+
 def _all_sums(mesh, piece):
     bucket_reduction.PIECE = piece
     return (
         _reduced(mesh, "reduce_scatter", mesh.size * 37),
+        _reduced_parts(mesh, [0, 0, *[40] * (mesh.size - 2), 53]),  # of a weight that fills no bucket
         {numbers: _reduced(mesh, "all_reduce", numbers) for numbers in NUMBERS},
     )
 
@@ -70,8 +77,9 @@ def _tree(size, numbers):
 @pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_has_the_tree_or_its_slice_of_it(size, piece):
-    slices, wholes = zip(*on_ranks(size, size, _all_sums, piece), strict=True)
+    slices, parts, wholes = zip(*on_ranks(size, size, _all_sums, piece), strict=True)
     assert same_bits(torch.cat(slices), _tree(size, size * 37))
+    assert same_bits(torch.cat(parts), _tree(size, 53))
     for numbers in NUMBERS:
         assert all(same_bits(whole[numbers], _tree(size, numbers)) for whole in wholes)
 

@@ -19,6 +19,9 @@ each summed over all data shards before they are added.
 
 Megatron adds the two in turns at pp=1.
 
+Where a rank has one data shard, and the gradients of its lookups take less memory than their sum, they wait until the
+last backward pass has ended. The sum is made then, when there are no activations, and freed in the same step.
+
 Lookups of MTP have a third sum, `weight.ahead_gradient`, on the last stage, which Megatron tells the
 first. It is added to main_grad once complete, before the lookups of the main model.
 """
@@ -39,6 +42,8 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import (
 
 # Attributes of a weight: sums of lookups apart from main_grad, [contexts, rows, h] fp32.
 LOOKUPS, AHEAD = "lookup_gradient", "ahead_gradient"
+# Backward passes of a step, if all are of one data shard; and by the sum's name the lookups that wait to be added.
+PASSES, WAITING = "backward_passes", "waiting_lookups"
 
 
 def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int = 1, *, ahead: bool = False) -> Tensor:
@@ -71,13 +76,13 @@ class _Lookup(LayerFunction):
         ahead = ctx.ahead and main_grad_of(weight) is not None
         # The output layer's gradient goes to the same buffer: Megatron marks such a weight at pp=1.
         if ahead or (getattr(weight, "zero_out_wgrad", False) and main_grad_of(weight) is not None):
-            # [contexts, rows, h] fp32.
-            name = AHEAD if ahead else LOOKUPS
-            if getattr(weight, name, None) is None:
-                setattr(weight, name, weight.main_grad.new_zeros(ctx.contexts, *weight.main_grad.shape))
-            kept = getattr(weight, name)
-            for (rows, at), out in zip(looked_up, kept, strict=True):
-                add_rows(rows, at, out, at_once=is_leaf(weight))
+            name, passes = AHEAD if ahead else LOOKUPS, getattr(weight, PASSES, 0)
+            if passes and passes * ids.numel() <= weight.shape[0] and getattr(weight, name, None) is None:
+                # A CUDA graph of a layer overwrites the gradient.
+                waiting = weight.__dict__.setdefault(WAITING, {}).setdefault(name, [])
+                waiting.append([(rows.clone(), at) for rows, at in looked_up])
+            else:
+                _add_apart(weight, name, looked_up)
             # Without `ahead` autograd has another stand-in for this weight: the output layer's, or that of `ahead`.
             return (added_to_main_grad(weight) if ahead else None), None, None, None, None
         gradient = weight_gradient(weight, *(partial(_add, weight, *lookups) for lookups in looked_up))
@@ -88,6 +93,26 @@ def _add(weight: Tensor, rows: Tensor, at: Tensor, out: Tensor, add: bool) -> No
     add_rows(rows, at, out if add else out.zero_(), at_once=is_leaf(weight))
 
 
+def _add_apart(weight: Any, name: str, looked_up: list[tuple[Tensor, Tensor]]) -> None:
+    """Add a micro-batch's gradients to a sum apart from main_grad: [contexts, rows, h] fp32."""
+    if getattr(weight, name, None) is None:
+        setattr(weight, name, weight.main_grad.new_zeros(len(looked_up), *weight.main_grad.shape))
+    for (rows, at), out in zip(looked_up, getattr(weight, name), strict=True):
+        add_rows(rows, at, out, at_once=is_leaf(weight))
+
+
 def sums_of_their_own(weight: Any) -> list[Tensor]:
     """Return what `lookup` has added apart from main_grad, in the order in which it is to be added there."""
+    for name, waiting in getattr(weight, WAITING, {}).items():
+        while waiting:
+            _add_apart(weight, name, waiting.pop(0))
     return [kept for name in (AHEAD, LOOKUPS) if (kept := getattr(weight, name, None)) is not None]
+
+
+def begin_step(weight: Any) -> None:
+    """Clear the sums of `sums_of_their_own`: free them where they are made at the end of a step."""
+    for name, kept in ((name, getattr(weight, name, None)) for name in (AHEAD, LOOKUPS)):
+        if name in getattr(weight, WAITING, {}):
+            setattr(weight, name, None)
+        elif kept is not None:
+            kept.zero_()

@@ -60,6 +60,8 @@ def prepared(original: Callable[..., None], shards: int | None, contexts: int | 
         data_shards.take_turns(False)
         self.shard_counters, self.context_ranks = (dense, experts), sums.cp
         of_context = (contexts or 1) // sums.cp
+        for weight in self.params_with_grad:
+            setattr(weight, embedding.PASSES, dense.each if shards is not None and dense.shards == 1 else 0)
         _prepare(self.buffers, self.bucket_groups, dense, (1, of_context), (sums.cp, 1))
         _prepare(
             self.expert_parallel_buffers, self.expert_parallel_bucket_groups, experts,
@@ -319,11 +321,13 @@ def add_neighbours(gradients: list[Tensor], contexts: int = 1) -> None:
 def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
 
-    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
+    def finish_grad_sync(self: Any, force_all_reduce: bool | None = False) -> Any:
+        result = original(self, force_all_reduce=force_all_reduce)
+        scatter = self.ddp_config.use_distributed_optimizer and not force_all_reduce
         for weight in self.module.parameters():
             for kept in embedding.sums_of_their_own(weight):
-                _add_lookups(self, weight, kept)
+                _add_lookups(self, weight, kept, scatter)
+            embedding.begin_step(weight)
         for counter in self.shard_counters:
             counter.restart()
         return result
@@ -346,17 +350,36 @@ def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @torch.no_grad()
-def _add_lookups(model: Any, weight: Any, lookups: Tensor) -> None:
-    """Add the sum of an embedding's lookups, complete, to what main_grad has, complete."""
+def _add_lookups(model: Any, weight: Any, lookups: Tensor, scatter: bool) -> None:
+    """Add the sum of an embedding's lookups, complete, to what main_grad has, complete.
+
+    scatter: whether each rank has, and needs, the sum of its slice of the bucket alone.
+    """
     counter = model.shard_counters[0]
     if counter.shards > 1:
         counter.finish(lookups)
     factor = model.buffers[0].buckets[0].gradient_scaling_factor
     if factor != 1.0:
         lookups.mul_(factor)
-    bucket_reduction.all_reduce([*lookups.flatten(1)], model.dp_cp_group, model.context_ranks)
-    weight.main_grad.add_(lookups[0])
-    lookups.zero_()
+    partials, gradient, group = [*lookups.flatten(1)], weight.main_grad.view(-1), model.dp_cp_group
+    if not scatter:
+        bucket_reduction.all_reduce(partials, group, model.context_ranks)
+        gradient.add_(partials[0])
+        return
+    parts = _slices(model, weight, group.size())
+    bucket_reduction.reduce_parts(partials, parts, group, model.context_ranks)
+    mine = parts[group.rank()]
+    gradient[mine].add_(partials[0][mine])
+
+
+def _slices(model: Any, weight: Any, ranks: int) -> list[slice]:
+    """Return the ranks' slices of the weight's bucket, as far as they lie in the weight."""
+    buffer = next(buffer for buffer in _buffers(model) if weight in buffer.param_index_map)
+    start, end, number, *_ = buffer.param_index_map[weight]
+    bucket = buffer.buckets[number]
+    ends = (bucket.offset + bucket.grad_data.numel() * rank // ranks for rank in range(ranks + 1))
+    cuts = [min(max(cut, start), end) - start for cut in ends]
+    return [*map(slice, cuts, cuts[1:])]
 
 
 def reading_below(original: Callable[..., Any]) -> Callable[..., Any]:

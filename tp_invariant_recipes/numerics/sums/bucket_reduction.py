@@ -71,16 +71,26 @@ def reduce_scatter(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: 
     cp:       ranks of the group that have different context shards of the same sequences.
     copies:   consecutive ranks of the group with the same tokens, of which one has the gradient and the others zeros.
     """
-    size, rank = group.size(), group.rank()
-    if size == 1:
+    size, of_rank = group.size(), partials[0].numel() // group.size()
+    parts = [slice(rank * of_rank, (rank + 1) * of_rank) for rank in range(size)]
+    reduce_parts(partials, parts, group, cp, copies)
+
+
+@torch.no_grad()
+def reduce_parts(partials: Sequence[Tensor], parts: Sequence[slice], group: Any, cp: int = 1, copies: int = 1) -> None:
+    """Do the same for parts of the partials, one for each rank, in order, of any sizes, also of none."""
+    if group.size() == 1:
         _add_here(partials)
         return
-    slices = [partial.view(size, -1) for partial in partials]
-    width = max(1, PIECE // size // len(partials))
-    cuts = range(0, slices[0].shape[1], width)
-    pieces = ([partial[:, cut : cut + width] for partial in slices] for cut in cuts)
-    for number, arrived in enumerate(_exchanged(pieces, group)):
-        tree_add(_by_context(arrived, cp, copies), slices[0][rank, number * width : (number + 1) * width])
+    width, mine = max(1, PIECE // len(parts) // len(partials)), parts[group.rank()]
+    cuts = range(0, max(part.stop - part.start for part in parts), width)
+    pieces = (
+        [[partial[part][cut : cut + width] for part in parts] for partial in (flat.view(-1) for flat in partials)]
+        for cut in cuts
+    )
+    for cut, arrived in zip(cuts, _exchanged(pieces, group), strict=True):
+        if arrived[0].numel():
+            tree_add(_by_context(arrived, cp, copies), partials[0].view(-1)[mine][cut : cut + width])
 
 
 @torch.no_grad()
@@ -130,8 +140,8 @@ def _by_context(arrived: Sequence[Tensor], cp: int, copies: int) -> Tensor:
     return shards.permute(2, 0, 1, 3, 4).reshape(-1, width)
 
 
-def _exchanged(pieces: Iterable[Sequence[Tensor]], group: Any) -> Iterator[list[Tensor]]:
-    """Row `rank` of every rank's pieces: [size, c] for each [size, c] of this rank. One list is on its way ahead."""
+def _exchanged(pieces: Iterable[Sequence[Sequence[Tensor]]], group: Any) -> Iterator[list[Tensor]]:
+    """Row `rank` of every rank's pieces: [size, c], c of that row, for each of this rank. One is on its way ahead."""
     ahead: list[Moving] = []
     for rows in pieces:
         following = [_start(piece, group) for piece in rows]
@@ -142,10 +152,13 @@ def _exchanged(pieces: Iterable[Sequence[Tensor]], group: Any) -> Iterator[list[
         yield [moving.arrived() for moving in ahead]
 
 
-def _start(piece: Tensor, group: Any) -> Moving:
-    arrived = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
-    if not piece.is_contiguous() and dist.get_backend(group) == "nccl":  # it takes the rows where they lie
+def _start(piece: Sequence[Tensor], group: Any) -> Moving:
+    mine = piece[group.rank()]
+    arrived = mine.new_empty(len(piece), mine.numel())
+    if dist.get_backend(group) == "nccl":  # it takes the rows where they lie
         work = dist.all_to_all([*arrived], [*piece], group=group, async_op=True)
     else:
-        work = dist.all_to_all_single(arrived, piece.contiguous(), group=group, async_op=True)
+        sizes = [row.numel() for row in piece]
+        came = [mine.numel()] * len(piece)
+        work = dist.all_to_all_single(arrived.view(-1), torch.cat([*piece]), came, sizes, group=group, async_op=True)
     return Moving(arrived, (work,))

@@ -177,6 +177,27 @@ def test_the_rows_of_a_leaf_are_added_up_before_they_join_another(contexts, tied
     assert not same_bits(gradient_of(batches, leaf=False), first + second)
 
 
+@pytest.mark.parametrize("passes", (1, 2, 3))
+def test_lookups_that_wait_have_the_same_sum(passes):
+    """With as many passes as fill the rows; they take the values of then, and their sum is freed."""
+    rows, apart = 2 * TOKENS, []
+    for waits in (0, passes):
+        torch.manual_seed(0)
+        weight = _weight(rows, leaf=False, tied=True)
+        setattr(weight, embedding.PASSES, waits)
+        for _ in range(passes):
+            dy = torch.randn(1, TOKENS, WIDTH).bfloat16()
+            embedding.lookup(weight, torch.randint(ROWS, (1, TOKENS)), None).backward(dy)
+            dy.zero_()
+        assert (getattr(weight, embedding.LOOKUPS, None) is None) == (waits in (1, 2))
+        apart.append(embedding.sums_of_their_own(weight)[0].clone())
+        embedding.begin_step(weight)
+        assert all(kept is None or not kept.any() for kept in [getattr(weight, embedding.LOOKUPS)])
+        assert len(embedding.sums_of_their_own(weight)) == (waits not in (1, 2))
+    assert same_bits(*apart)
+    assert apart[0].any()
+
+
 def test_a_second_gradient_of_a_weight_in_a_leaf_is_an_error():
     mesh = VirtualMesh(1, 1, 0)
     x = torch.randn(4, 1, WIDTH).bfloat16()
