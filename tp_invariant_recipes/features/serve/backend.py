@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 from tp_invariant_recipes.data.sequences import Sequence as ScoredSequence
-from tp_invariant_recipes.errors import TpiError
+from tp_invariant_recipes.errors import TpiError, reason
 from tp_invariant_recipes.features.rollouts.requests import Request
 from tp_invariant_recipes.features.serve import messages
 from tp_invariant_recipes.features.serve.messages import Event, Message, Versions, Weights
@@ -105,9 +105,8 @@ class Backend:
 
     def _read(self, pipe: Connection) -> None:
         try:
-            while pipe.poll():
-                for event in pipe.recv():
-                    self._take(event)
+            for event in pipe.recv():
+                self._take(event)
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(pipe.fileno())
 
@@ -200,7 +199,7 @@ class Backend:
         """Note that something has ended: of a server that ends, it may have been the last."""
         self._changed.set()
         if self.state == DRAINING and not (self.open or self._asked or self.updating):
-            self._send(messages.Task())
+            self._send(messages.END)
             self.drained.set()
 
     def leave(self, opened: Sequence[Open], *, told: bool) -> None:
@@ -217,15 +216,17 @@ class Backend:
             if not told:
                 self._close(mine)
 
-    def abort(self, name: str | None, *, everything: bool) -> None:
+    def abort(self, name: str | None, *, all: bool) -> None:
         """End the requests of an id, or all. Raises Refused: neither is named, or both are."""
-        if (name is None) == (not everything):
+        if (name is None) == (not all):
             raise Refused(400, "rid, abort_all: either an id, or true", "rid")
-        self.leave([o for o in self.open.values() if everything or o.request.id == name], told=True)
+        self.leave([each for each in self.open.values() if all or each.request.id == name], told=True)
 
     async def score(self, sequences: Sequence[ScoredSequence]) -> messages.Answer:
         """Return the lines of `tpi score`, and the version of the weights. Raises Refused."""
         self.check()
+        if not sequences:
+            return messages.Answer("", self.weights.version)
         answer = await self._ask(messages.Task(next(self._keys), sequences))
         if answer.problem is not None:
             raise Refused(500, answer.problem)
@@ -265,8 +266,8 @@ class Backend:
             if answer.problem is not None:
                 raise Refused(400, f"{source}: {answer.problem}; the weights are those of before", "model_path")
             self.weights, outcome = new, "loaded"
-        except TpiError as error:
-            raise Refused(400, str(error), "model_path") from error
+        except (TpiError, OSError, ValueError) as error:
+            raise Refused(400, reason(error), "model_path") from error
         finally:
             self._send(*(self.delayed or {}).values())
             self.updating, self.delayed = False, None

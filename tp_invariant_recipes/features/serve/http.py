@@ -36,7 +36,7 @@ CONNECTIONS = 4096  # at most; uvicorn answers 503 to more
 KEEP_ALIVE = 75  # seconds that a connection may be idle between requests
 LAST_SECONDS = 3  # that clients have to read their answers at the end
 WITHOUT_KEY = ("/health", "/metrics")
-KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+KINDS = {404: "not_found_error", 429: "rate_limit_error"}
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -59,7 +59,7 @@ class Service:
 
 def problem_of(refused: Refused) -> dict[str, Any]:
     """Return an error as OpenAI's clients read it."""
-    kind = KINDS.get(refused.status, "server_error")
+    kind = KINDS.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.key, "code": refused.status}}
 
 
@@ -125,11 +125,12 @@ async def _gone(request: Request) -> None:
 
 async def _completed(backend: Backend, opened: Sequence[Open], first: int | None) -> None:
     """Wait for requests, and for the scores of their prompts from the first on. Raises Refused."""
-    for each in opened if first is not None else ():
-        each.scores = b"", backend.weights.version
-        if max(1, first or 0) < len(each.request.tokens):
-            scored = await backend.score([ScoredSequence(each.key, [*each.request.tokens], max(1, first or 0))])
-            each.scores = scored.lines[0], scored.version
+    if first is not None:
+        prompts = [ScoredSequence(each.key, [*each.request.tokens], max(1, first)) for each in opened]
+        scored = await backend.score([each for each in prompts if each.first < len(each.tokens)])
+        lines = iter(scored.lines)
+        for each, prompt in zip(opened, prompts, strict=True):
+            each.scores = next(lines) if prompt.first < len(prompt.tokens) else b"", scored.version
     for each in opened:
         while not each.ended and each.problem is None:
             await each.changed.wait()
@@ -184,75 +185,60 @@ async def _score(service: Service, request: Request, body: Any) -> Response:
     return Response(whole, media_type="application/json")
 
 
-async def _update(service: Service, request: Request, body: Any) -> Response:
-    given = bodies.checked(bodies.Update, body)
-    update = service.backend.update(given.model_path, given.step, abort=given.abort_all_requests)
-    await asyncio.shield(asyncio.ensure_future(update))  # it goes on where its client goes away
-    return _done(service)
-
-
-async def _act(
-    kind: type[bodies.Body], act: Callable[[Backend, Any], None], service: Service, request: Request, body: Any
-) -> Response:
-    act(service.backend, bodies.checked(kind, body))
-    return _done(service)
-
-
-def _done(service: Service) -> Response:
-    answer = {"success": True, "message": "done", "status": "ok"}
-    return JSONResponse(answer | {"weight_version": service.backend.weights.version})
-
-
-async def _health(service: Service, request: Request, body: Any) -> Response:
-    service.backend.check()
-    return _done(service)
-
-
 async def _health_generate(service: Service, request: Request, body: Any) -> Response:
     if service.backend.paused:
         raise Refused(503, "generation is paused; /continue_generation makes passes again")
     await _complete(bodies.Generate, answers.Sglang, service, request, HEALTH)
-    return _done(service)
+    return JSONResponse(DONE)
 
 
 async def _metrics(service: Service, request: Request, body: Any) -> Response:
     return PlainTextResponse(service.backend.metrics(), media_type=METRICS)
 
 
-async def _facts(facts: Callable[[Service], dict[str, Any]], service: Service, request: Request, body: Any) -> Response:
-    return JSONResponse(facts(service) | {"weight_version": service.backend.weights.version})
+async def _act(
+    kind: type[bodies.Body], act: Callable[[Service, Any], Any], service: Service, request: Request, body: Any
+) -> Response:
+    """Do what a body asks for, also where its client goes away. Answers what that gives, and the weights' version."""
+    result = act(service, bodies.checked(kind, body))
+    result = await asyncio.shield(asyncio.ensure_future(result)) if asyncio.iscoroutine(result) else result
+    return JSONResponse({**(result or DONE), "weight_version": service.backend.weights.version})
 
 
-def _models(service: Service) -> dict[str, Any]:
+def _update(service: Service, given: Any) -> Awaitable[None]:
+    return service.backend.update(given.model_path, given.step, abort=given.abort_all_requests)
+
+
+def _models(service: Service, _: Any) -> dict[str, Any]:
     data = {"id": service.prompts.names[0], "object": "model", "created": 0, "owned_by": "tpi"}
     return {"object": "list", "data": [data | {"max_model_len": service.fitting.longest}]}
 
 
+def _server(service: Service, _: Any) -> dict[str, Any]:
+    return {**service.model, **service.server, **service.backend.facts()}
+
+
 HEALTH = {"input_ids": [0], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+DONE = {"success": True, "message": "done", "status": "ok"}
 Handler = Callable[[Service, Request, Any], Awaitable[Response]]
 POST: dict[str, Handler] = {
     "/generate": partial(_complete, bodies.Generate, answers.Sglang),
     "/v1/completions": partial(_complete, bodies.Completions, answers.OpenAI),
     "/v1/chat/completions": partial(_complete, bodies.Chat, answers.OpenAI),
     "/score": _score,
-    "/update_weights_from_disk": _update,
-    "/pause_generation": partial(_act, bodies.Pause, lambda backend, given: backend.pause(abort=given.mode == "abort")),
-    "/continue_generation": partial(_act, bodies.Body, lambda backend, _: backend.resume()),
-    "/flush_cache": partial(_act, bodies.Body, lambda backend, _: backend.flush()),
-    "/abort_request": partial(
-        _act, bodies.Abort, lambda backend, given: backend.abort(given.rid, everything=given.abort_all)
-    ),
+    "/update_weights_from_disk": partial(_act, bodies.Update, _update),
+    "/pause_generation": partial(_act, bodies.Pause, lambda of, given: of.backend.pause(abort=given.mode == "abort")),
+    "/continue_generation": partial(_act, bodies.Body, lambda of, _: of.backend.resume()),
+    "/flush_cache": partial(_act, bodies.Body, lambda of, _: of.backend.flush()),
+    "/abort_request": partial(_act, bodies.Abort, lambda of, given: of.backend.abort(given.rid, all=given.abort_all)),
 }
 GET: dict[str, Handler] = {
-    "/health": _health,
+    "/health": partial(_act, bodies.Body, lambda of, _: of.backend.check()),
     "/health_generate": _health_generate,
-    "/v1/models": partial(_facts, _models),
+    "/v1/models": partial(_act, bodies.Body, _models),
     "/metrics": _metrics,
-    **dict.fromkeys(("/get_model_info", "/model_info"), partial(_facts, lambda service: dict(service.model))),
-    **dict.fromkeys(
-        ("/get_server_info", "/server_info"),
-        partial(_facts, lambda service: {**service.model, **service.server, **service.backend.facts()}),
-    ),
+    **dict.fromkeys(("/get_model_info", "/model_info"), partial(_act, bodies.Body, lambda of, _: of.model)),
+    **dict.fromkeys(("/get_server_info", "/server_info"), partial(_act, bodies.Body, _server)),
 }
 
 
@@ -269,7 +255,7 @@ def app(service: Service) -> Starlette:
 
 async def _no_route(request: Request, wrong: Exception) -> Response:
     status = wrong.status_code if isinstance(wrong, HTTPException) else 500
-    return error(Refused(status, f"{request.method} {request.url.path}: there is no such route"))
+    return error(Refused(status, f"{request.method} {request.url.path:.80}: there is no such route"))
 
 
 async def _endpoint(service: Service, path: str, handler: Handler, request: Request) -> Response:
@@ -337,9 +323,9 @@ class Http:
     async def _serve(self) -> None:
         self.backend.start()
         config = uvicorn.Config(
-            app(self.service), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
-            limit_concurrency=CONNECTIONS, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=LAST_SECONDS,
-            server_header=False,
+            app(self.service), log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none",
+            http="h11", limit_concurrency=CONNECTIONS, timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=LAST_SECONDS, server_header=False,
         )  # fmt: skip
         server = uvicorn.Server(config)
 

@@ -50,16 +50,14 @@ class Hold(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Outside of passes, score sequences or load weights: `Answer` follows. Of neither: leave the loop.
+    """Outside of passes, score sequences, or load weights, with which open requests continue: `Answer` follows."""
 
-    Sequences that have not ended continue with the new weights.
-    """
-
-    key: str = ""
+    key: str
     scored: Sequence[ScoredSequence] = ()
     weights: Weights | None = None
 
 
+END = Task("")  # leave the loop
 Message = Join | Leave | Hold | Task
 
 

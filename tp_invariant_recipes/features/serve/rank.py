@@ -105,11 +105,11 @@ class Loop:
         self.task: messages.Task | None = None
 
     def run(self) -> None:
-        """Serve until a task without work comes."""
+        """Serve until END comes."""
         if self.tells:
             blocks = self.plan.blocks
             self.pipe.send([messages.Ready(self.home, self.first, blocks.count * blocks.size)])
-        while (task := self.task) is None or task.scored or task.weights:
+        while (task := self.task) != messages.END:
             if task is not None:
                 answer = self._load(task, task.weights) if task.weights else self._score(task)
                 if dist.get_rank() == 0:

@@ -45,7 +45,7 @@ class FakeRank:
             while self.pipe.poll(wait):
                 for message in self.pipe.recv():
                     self.log.append(message)
-                    if message == messages.Task():
+                    if message == messages.END:
                         return
                     self.take(message)
                 wait = 0
@@ -102,6 +102,8 @@ class FakeRank:
 
 def located(source: str, step: int | None) -> Weights:
     """Folders are named by their version."""
+    if len(source) > 255:
+        raise OSError(36, "File name too long")
     if source == "wide":
         raise ConfigError("wide has model.hidden_size=128, and the server 64")
     time.sleep(0.05)

@@ -120,6 +120,7 @@ WRONG = (
     (U, {}, 400, "model_path", "required"),
     (U, {"model_path": 3}, 400, "model_path", "string"),
     (U, {"model_path": "wide"}, 400, "model_path", "hidden_size"),
+    (U, {"model_path": "x" * 5000}, 400, "model_path", "File name too long"),
     (U, {"model_path": "nan"}, 400, "model_path", "the weights are those of before"),
     (U, {"model_path": "v1", "weight_version": "7"}, 400, "weight_version", "no such key"),
     ("/pause_generation", {"mode": "stop"}, 400, "mode", "'abort', 'retract' or 'in_place'"),
@@ -135,6 +136,7 @@ WRONG = (
     (S, {"input_ids": [5, 6]}, 400, "input_ids", "is no object with keys"),
     (S, {"tokens": [5] * 5000}, 400, "sequences", "at most 4096"),
     ("/nowhere", {}, 404, None, "no such route"),
+    (f"/{'a' * 9000}", {}, 404, None, "a: there is no such route"),
     ("/health", {}, 405, None, "no such route"),
 )
 
@@ -148,6 +150,7 @@ def test_a_wrong_body_is_one_clear_error(server, route, body, status, key, text)
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == (status, key), error
         assert text in error["message"]
+        assert len(answer.content) < 2000
         assert not {"Traceback", "pydantic"} & {*error["message"].split()}
     assert good(client)
 
@@ -174,6 +177,25 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(server):
     for stream in streams:
         stream.close()
     until(lambda: not http.backend.open)
+
+
+def test_a_server_ends_in_spite_of_a_stream_that_nobody_reads(caplog):
+    """Without a word of its own about that."""
+    with served() as (_, rank, http):
+        keys = {
+            "input_ids": [5],
+            "stream": True,
+            "return_logprob": True,
+            "sampling_params": {"max_new_tokens": 3000, "n": 60},
+        }
+        body = json.dumps(keys).encode()
+        with connected(http) as stream:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            stream.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: rank.samples)
+            http.drain()
+            until(lambda: not http._thread.is_alive())
+    assert [each for each in caplog.records if each.name.startswith("uvicorn")] == []
 
 
 def connected(http) -> socket.socket:

@@ -78,6 +78,14 @@ def test_draws_have_the_ids_of_their_request(server, body, ids):
     assert [join.draws for join in rank.log if isinstance(join, messages_.Join)] == [*dict.fromkeys(ids)]
 
 
+def test_each_prompt_of_a_list_has_its_scores(server):
+    """From a token on that the second one does not have."""
+    client, *_ = server
+    answers = ask(client, input_ids=[[5, 6, 7], [8], [9, 8, 7, 6]], return_logprob=True, logprob_start_len=2)
+    found = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+    assert found == [[[-0.5, 7, None]], [], [[-0.5, 7, None], [-0.5, 6, None]]]
+
+
 def test_requests_without_id_and_seed_get_new_ids(server):
     client, *_ = server
     first, second = (ask(client, input_ids=[[5], [5]]) for _ in range(2))
@@ -267,7 +275,7 @@ def test_a_server_that_ends_answers_what_is_open_first():
         assert (refused.status_code, client.get("/health").status_code) == (503, 503)
         thread.join()
         assert len(results[0].json()["output_ids"]) == 50
-        until(lambda: rank.log[-1] == messages_.Task())
+        until(lambda: rank.log[-1] == messages_.END)
 
 
 def test_a_dead_rank_answers_each_open_request():
