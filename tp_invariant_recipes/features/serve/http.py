@@ -261,8 +261,9 @@ async def _no_route(request: Request, wrong: Exception) -> Response:
 async def _endpoint(service: Service, path: str, handler: Handler, request: Request) -> Response:
     begun, backend = time.monotonic(), service.backend
     try:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if service.key is not None and path not in WITHOUT_KEY and not hmac.compare_digest(given, service.key.encode()):
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        known = kind.lower() == "bearer" and hmac.compare_digest(given.encode(), (service.key or "").encode())
+        if service.key is not None and path not in WITHOUT_KEY and not known:
             raise Refused(401, "the key of --api-key-file is missing: Authorization: Bearer KEY")
         if path in POST:
             backend.check()

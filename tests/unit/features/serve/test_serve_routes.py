@@ -293,7 +293,12 @@ def test_a_dead_rank_answers_each_open_request():
 def test_a_key_is_asked_for():
     with served(key="k" * 20) as (client, *_):
         assert ask(client, input_ids=[5])
-        for headers in ({}, {"Authorization": "Bearer kk"}, {"Authorization": b"Bearer \xe9"}):
+        for headers in (
+            {},
+            {"Authorization": "k" * 20},
+            {"Authorization": "Bearer kk"},
+            {"Authorization": b"Bearer \xe9"},
+        ):
             with httpx.Client(base_url=client.base_url, headers=headers, trust_env=False) as other:
                 assert other.post("/generate", json={"input_ids": [5]}).status_code == 401
                 assert other.get("/v1/models").status_code == 401
