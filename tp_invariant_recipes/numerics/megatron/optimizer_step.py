@@ -3,7 +3,7 @@
 
 The bandwidth of memory limits a step; kernels/clipped_adam.py reads and writes all tensors once. An exactness check
 compares it with the library's kernels. Optimizers that it does not cover update as in Megatron. So does a first step,
-which makes the moments.
+which makes the moments: in memory of their own, since parts of larger blocks would split what activations need.
 """
 
 import math
@@ -54,6 +54,8 @@ def in_one_launch(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     @torch.no_grad()
     def step_with_ready_grads(self: Any) -> bool:
         if id(self) not in _clips:
+            if self.optimizer is not None and not self.optimizer.state:
+                torch.cuda.empty_cache()
             return original(self)
         clip, groups = _clips.pop(id(self))
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):

@@ -92,7 +92,7 @@ def put(path, value):
 
 
 OTHERS = {
-    "another optimizer": put("optimizer", SimpleNamespace()),
+    "another optimizer": put("optimizer", SimpleNamespace(state={1: 1})),
     "fp32 parameters": put("shard_fp32_groups", [[torch.ones(1)]]),
     "FSDP": put("ddp_config.use_megatron_fsdp", True),
     "counted zeros": put("config.log_num_zeros_in_grad", True),
@@ -111,6 +111,16 @@ def test_others_go_on_as_in_megatron(monkeypatch, launches, change):
     change(optimizer)
     assert a_step(monkeypatch, optimizer, 4.0) == ["clip", "step"]
     assert launches == []
+
+
+@pytest.mark.parametrize("state, emptied", (({}, 1), ({1: 1}, 0)))
+def test_moments_are_made_in_memory_of_their_own(monkeypatch, launches, state, emptied):
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(1))
+    optimizer = an_optimizer()
+    optimizer.optimizer.state = state
+    assert optimizer_step.in_one_launch(lambda _: True)(optimizer)
+    assert len(freed) == emptied
 
 
 def test_a_part_of_the_parameters_is_clipped_as_in_megatron(monkeypatch, launches):
