@@ -43,7 +43,7 @@ def _of_contexts(mesh, cp, reduce, numbers):
 
 def _reduced_parts(mesh, cuts):
     mine, parts = terms(mesh.size, cuts[-1])[mesh.rank].clone(), [*map(slice, cuts, cuts[1:])]
-    bucket_reduction.reduce_parts([mine], parts, mesh.group)
+    bucket_reduction.reduce_scatter([mine], mesh.group, parts=parts)
     return mine[parts[mesh.rank]].clone()
 
 

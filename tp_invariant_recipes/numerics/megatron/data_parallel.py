@@ -361,15 +361,14 @@ def _add_lookups(model: Any, weight: Any, lookups: Tensor, scatter: bool) -> Non
     factor = model.buffers[0].buckets[0].gradient_scaling_factor
     if factor != 1.0:
         lookups.mul_(factor)
-    partials, gradient, group = [*lookups.flatten(1)], weight.main_grad.view(-1), model.dp_cp_group
-    if not scatter:
+    partials, group, mine = [*lookups.flatten(1)], model.dp_cp_group, slice(None)
+    if scatter:
+        parts = _slices(model, weight, group.size())
+        bucket_reduction.reduce_scatter(partials, group, model.context_ranks, parts=parts)
+        mine = parts[group.rank()]
+    else:
         bucket_reduction.all_reduce(partials, group, model.context_ranks)
-        gradient.add_(partials[0])
-        return
-    parts = _slices(model, weight, group.size())
-    bucket_reduction.reduce_parts(partials, parts, group, model.context_ranks)
-    mine = parts[group.rank()]
-    gradient[mine].add_(partials[0][mine])
+    weight.main_grad.view(-1)[mine].add_(partials[0][mine])
 
 
 def _slices(model: Any, weight: Any, ranks: int) -> list[slice]:

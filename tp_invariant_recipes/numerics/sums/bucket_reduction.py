@@ -63,34 +63,29 @@ PIECE = 2**24  # numbers that are on their way together; two pieces in fp32 take
 
 
 @torch.no_grad()
-def reduce_scatter(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: int = 1) -> None:
-    """Add all ranks' partials in tree order, for this rank's slice of them.
+def reduce_scatter(
+    partials: Sequence[Tensor], group: Any, cp: int = 1, copies: int = 1, parts: Sequence[slice] = ()
+) -> None:
+    """Add all ranks' partials in tree order, for this rank's part of them.
 
-    partials: [m] fp32 each, contiguous; the group's size, a power of two, divides m. Slice `rank` of the first becomes
-              the sum; the other slices are undefined afterwards.
+    partials: [m] fp32 each, contiguous; the group's size is a power of two. Part `rank` of the first becomes the sum;
+              the other parts are undefined afterwards.
     cp:       ranks of the group that have different context shards of the same sequences.
     copies:   consecutive ranks of the group with the same tokens, of which one has the gradient and the others zeros.
+    parts:    of the ranks, in order, of any size; none: slices of m / size, where the size divides m.
     """
-    size, of_rank = group.size(), partials[0].numel() // group.size()
-    parts = [slice(rank * of_rank, (rank + 1) * of_rank) for rank in range(size)]
-    reduce_parts(partials, parts, group, cp, copies)
-
-
-@torch.no_grad()
-def reduce_parts(partials: Sequence[Tensor], parts: Sequence[slice], group: Any, cp: int = 1, copies: int = 1) -> None:
-    """Do the same for parts of the partials, one for each rank, in order, of any sizes, also of none."""
-    if group.size() == 1:
+    size, flat = group.size(), [partial.view(-1) for partial in partials]
+    if size == 1:
         _add_here(partials)
         return
-    width, mine = max(1, PIECE // len(parts) // len(partials)), parts[group.rank()]
+    of_rank = flat[0].numel() // size
+    parts = parts or [slice(rank * of_rank, (rank + 1) * of_rank) for rank in range(size)]
+    width, mine = max(1, PIECE // size // len(flat)), flat[0][parts[group.rank()]]
     cuts = range(0, max(part.stop - part.start for part in parts), width)
-    pieces = (
-        [[partial[part][cut : cut + width] for part in parts] for partial in (flat.view(-1) for flat in partials)]
-        for cut in cuts
-    )
+    pieces = ([[partial[part][cut : cut + width] for part in parts] for partial in flat] for cut in cuts)
     for cut, arrived in zip(cuts, _exchanged(pieces, group), strict=True):
         if arrived[0].numel():
-            tree_add(_by_context(arrived, cp, copies), partials[0].view(-1)[mine][cut : cut + width])
+            tree_add(_by_context(arrived, cp, copies), mine[cut : cut + width])
 
 
 @torch.no_grad()
@@ -100,24 +95,15 @@ def all_reduce(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: int 
     partials: [m] fp32 each, contiguous; the group's size is a power of two. cp, copies: as for `reduce_scatter`.
     """
     size, first = group.size(), partials[0]
-    if size == 1:
-        _add_here(partials)
-        return
     whole = first.numel() // size * size
-    width = max(1, PIECE // size // len(partials)) * size
-    split = [partial[:whole].split(width) if whole else () for partial in partials]
-    pieces = [[*parts] for parts in zip(*split, strict=True)]
+    reduce_scatter([partial[:whole] for partial in partials], group, cp, copies)
+    if size > 1 and whole:
+        dist.all_gather_into_tensor(first[:whole], first[:whole].view(size, -1)[group.rank()], group=group)
     if whole < first.numel():
-        rest = first.new_zeros(len(partials), size)
-        for row, partial in zip(rest, partials, strict=True):
-            row[: first.numel() - whole] = partial[whole:]
-        pieces.append([*rest])
-    viewed = ([row.view(size, -1) for row in rows] for rows in pieces)
-    for rows, arrived in zip(pieces, _exchanged(viewed, group), strict=True):
-        mine = tree_add(_by_context(arrived, cp, copies), rows[0].new_empty(rows[0].numel() // size))
-        dist.all_gather_into_tensor(rows[0], mine, group=group)
-    if whole < first.numel():
-        first[whole:] = pieces[-1][0][: first.numel() - whole]
+        rest = torch.stack([partial[whole:] for partial in partials])
+        gathered = rest.new_empty(size * len(rest), rest.shape[1])
+        dist.all_gather_into_tensor(gathered, rest, group=group)
+        tree_add(_by_context(gathered.view(size, *rest.shape).unbind(1), cp, copies), first[whole:])
 
 
 def _add_here(partials: Sequence[Tensor]) -> None:
