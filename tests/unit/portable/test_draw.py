@@ -103,6 +103,15 @@ def test_top_p_needs_all_of_its_mass():
         assert limits_of(scores, numbers([Sampling(do_sample=True, top_k=0, top_p=top_p)]))[0].tolist()[1] == last
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary, count", ((5003, 3), (5120, 19), (700, 300)))
+def test_the_greatest_of_runs_are_the_greatest_of_all(kind, vocabulary, count):
+    scores = rows(4, vocabulary, kind)
+    expected = scores.sort(descending=True).values[:, :count]
+    assert torch.equal(ieee.greatest(scores, count), expected)
+    assert torch.equal(ieee.greatest(scores.sort().values, count), expected)  # all of them in few runs
+
+
 def test_rows_without_filters_need_none():
     scores, row_keys = rows(4, 5003, "normal"), keys(4)
     for sampling in SAMPLINGS[:2]:

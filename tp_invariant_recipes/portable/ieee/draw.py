@@ -42,6 +42,7 @@ TWO_16, TWO_M32 = constant(2.0**16), constant(2.0**-32)
 BELOW_ONE = constant(1 - 2.0**-24)
 UNIT = 2.0**40
 UNIT_FP32 = constant(UNIT)
+RUN = 64  # numbers of a run, of which a GPU takes the greatest
 FULL = 1 << 31  # no row's top_k is above it
 MOST = tl.constexpr((1 << 31) - 1)
 NOBODY = tl.constexpr(-(1 << 63))
@@ -68,7 +69,7 @@ def draw(log_probabilities: Tensor, keys: Tensor, numbers: Tensor, *, limits: in
     if not limited:
         bounds[:, 0], bounds[:, 1] = -MOST.value - 1, MOST.value
     if limits and not limited:
-        values = log_probabilities.topk(min(limits, log_probabilities.shape[1])).values + 0.0
+        values = greatest(log_probabilities, min(limits, log_probabilities.shape[1])) + 0.0
         last = values.gather(1, (numbers[:, 2:3].long() - 1).clamp(0, values.shape[1] - 1)).view(torch.int32).squeeze(1)
         cuts = (do_sample > 0) & (numbers[:, 2] > 0)
         bounds[:, 0] = torch.where(cuts, last ^ ((last >> 31) & 0x7FFFFFFF), bounds[:, 0])
@@ -78,6 +79,21 @@ def draw(log_probabilities: Tensor, keys: Tensor, numbers: Tensor, *, limits: in
         best = _within(operands, numbers[:, 3], best)
     tokens = torch.where(best == NOBODY.value, -1, MOST.value - (best & 0xFFFFFFFF))
     return torch.where(torch.isfinite(highest), tokens, -1)
+
+
+def greatest(scores: Tensor, count: int) -> Tensor:
+    """Return the `count` greatest of each row in order: [rows, count].
+
+    They are in the `count` runs of RUN numbers whose own greatest ones are the greatest: other runs have none greater.
+    """
+    size = scores.shape[1]
+    if size < 4 * RUN * count:
+        return scores.topk(count).values
+    if size % RUN:
+        scores = torch.nn.functional.pad(scores, (0, -size % RUN), value=-torch.inf)
+    runs = scores.unflatten(1, (-1, RUN))
+    chosen = runs.amax(2).topk(count, sorted=False).indices
+    return runs.gather(1, chosen.unsqueeze(2).expand(-1, -1, RUN)).flatten(1).topk(count).values
 
 
 def _within(operands: tuple[Tensor, ...], top_p: Tensor, best: Tensor) -> Tensor:
