@@ -138,6 +138,8 @@ def _cross_entropy(large: bool) -> Calls:
         yield ieee_cross_entropy.sum_of_exponentials, logits, highest, shards
         yield ieee_cross_entropy.softmax_gradient, logits, index, highest, total, gradient, shards
         yield ieee_cross_entropy.logarithm, total
+        yield cross_entropy.log_probabilities, logits, highest, total
+        yield cross_entropy.count_greater, logits, logits[:, vocabulary // 2].float()
 
 
 def _stepped(decoupled: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -67,6 +67,35 @@ def softmax_gradient(
     return out
 
 
+def log_probabilities(logits: Tensor, highest: Tensor, logarithm: Tensor) -> Tensor:
+    """0.0 - (logarithm - ((logits - highest) + 0.0)), in fp32.
+
+    logits:  [rows, n], contiguous; highest, logarithm of the sum: [rows] fp32.
+    returns: [rows, n] fp32.
+    """
+    if not logits.is_cuda:
+        picked = logits.float().sub_(highest.unsqueeze(-1)).add_(0.0)
+        return 0.0 - (logarithm.unsqueeze(-1) - picked)
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    rows, size = logits.shape
+    grid = (rows, triton.cdiv(size, BLOCK))
+    PROBABILITIES.launch(grid, (logits, highest, logarithm, out), (size,), (alignment(size), BLOCK), num_warps=8)
+    return out
+
+
+def count_greater(logits: Tensor, limit: Tensor) -> Tensor:
+    """How many numbers of each row are greater than the row's limit, int64 [rows].
+
+    logits: [rows, n], contiguous; limit: [rows] fp32.
+    """
+    if not logits.is_cuda:
+        return (logits > limit.unsqueeze(-1)).sum(-1)
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    size = logits.shape[1]
+    GREATER.launch((len(logits), 1), (logits, limit, out), (size,), (alignment(size), BLOCK), num_warps=8)
+    return out
+
+
 def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Iterator[Tensor]:
     """exp(logits - highest) of groups of shards in order, each [rows, vocab of a group] fp32, contiguous, yours."""
     for group in logits.split(logits.shape[1] // shards * _shards_at_once(logits, shards), -1):
@@ -110,4 +139,28 @@ def _cross_entropy_gradient(
     tl.store(out + start + column, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["size"])
+def _log_probabilities(logits, highest, logarithm, out, size, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.multiple_of(row * size, ALIGNMENT)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column // ALIGNMENT < size // ALIGNMENT
+    picked = (tl.load(logits + start + column, mask=inside).to(tl.float32) - tl.load(highest + row)) + 0.0
+    tl.store(out + start + column, 0.0 - (tl.load(logarithm + row) - picked), mask=inside)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _count_greater(logits, limit, out, size, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start, than = logits + tl.multiple_of(row * size, ALIGNMENT), tl.load(limit + row)
+    counts = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, size, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column // ALIGNMENT < size // ALIGNMENT
+        value = tl.load(start + column, mask=inside, other=float("-inf")).to(tl.float32)
+        counts += (value > than).to(tl.int32)
+    tl.store(out + row, tl.sum(counts, 0).to(tl.int64))
+
+
 SUM, GRADIENT = Kernel(_cross_entropy_sum), Kernel(_cross_entropy_gradient)
+PROBABILITIES, GREATER = Kernel(_log_probabilities), Kernel(_count_greater)

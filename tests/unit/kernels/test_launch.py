@@ -155,6 +155,8 @@ def launches(rows):
         loss.sum_of_exponentials(logits := fake(rows, VOCABULARY), of_rows, SHARDS)
         loss.softmax_gradient(logits, index, of_rows, of_rows, of_rows, SHARDS)
     ieee_cross_entropy.logarithm(of_rows)
+    cross_entropy.log_probabilities(logits, of_rows, of_rows)
+    cross_entropy.count_greater(logits, of_rows)
     both, single = fake(rows, 2 * WIDE), fake(rows, WIDE)
     activations.weighted_activation(both, of_rows, "swiglu")
     activations.weighted_activation_backward(single, both, of_rows, "swiglu")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
-from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
+from tp_invariant_recipes.kernels import cross_entropy as kernel
 from tp_invariant_recipes.kernels.row_sums import folding_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
@@ -27,7 +27,7 @@ class LossKernels(NamedTuple):
     logarithm: Callable[[Tensor], Tensor]
 
 
-LIBRARY = LossKernels(sum_of_exponentials, softmax_gradient, torch.log)
+LIBRARY = LossKernels(kernel.sum_of_exponentials, kernel.softmax_gradient, torch.log)
 
 
 def vocab_parallel_cross_entropy(
@@ -54,8 +54,7 @@ def log_probabilities(logits: Tensor, mesh: VirtualMesh, kernels: LossKernels = 
     """
     highest = _highest(logits, mesh)
     total = tree_all_reduce(kernels.sum_of_exponentials(logits, highest, mesh.local), mesh, torch.float32)
-    picked = logits.float().sub_(highest.unsqueeze(-1)).add_(0.0)
-    return 0.0 - (kernels.logarithm(total).unsqueeze(-1) - picked)
+    return kernel.log_probabilities(logits.contiguous(), highest, kernels.logarithm(total).view(-1))
 
 
 def entropy(logits: Tensor, mesh: VirtualMesh, kernels: LossKernels = LIBRARY) -> Tensor:
@@ -77,7 +76,7 @@ def entropy(logits: Tensor, mesh: VirtualMesh, kernels: LossKernels = LIBRARY) -
 def rank_of(logits: Tensor, target: Tensor, mesh: VirtualMesh) -> Tensor:
     """[rows] int64: the target's place among the logits by size, from 1 on. Shapes as of `entropy`; target: [rows]."""
     nothing = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
-    above = (logits > _picked(logits, target, nothing, mesh).unsqueeze(-1)).sum(-1)
+    above = kernel.count_greater(logits.contiguous(), _picked(logits, target, nothing, mesh))
     if mesh.size > 1:
         dist.all_reduce(above, group=mesh.group)
     return above + 1
