@@ -74,7 +74,7 @@ def log_probabilities(logits: Tensor, highest: Tensor, logarithm: Tensor) -> Ten
     returns: [rows, n] fp32.
     """
     if not logits.is_cuda:
-        picked = logits.float().sub_(highest.unsqueeze(-1)).add_(0.0)
+        picked = (logits - highest.unsqueeze(-1)).add_(0.0)
         return 0.0 - (logarithm.unsqueeze(-1) - picked)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     rows, size = logits.shape
