@@ -140,7 +140,7 @@ def _cross_entropy(large: bool) -> Calls:
         yield ieee_cross_entropy.logarithm, total
         finite = logits.nan_to_num()
         yield cross_entropy.log_probabilities, finite, finite.amax(-1).float(), sample("normal", rows, seed=2)
-        yield cross_entropy.count_greater, logits, logits[:, vocabulary // 2].float()
+        yield cross_entropy.count_greater, logits, logits[:, vocabulary // 2].float().contiguous()
 
 
 def _stepped(decoupled: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

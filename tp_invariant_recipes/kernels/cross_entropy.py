@@ -86,7 +86,7 @@ def log_probabilities(logits: Tensor, highest: Tensor, logarithm: Tensor) -> Ten
 def count_greater(logits: Tensor, limit: Tensor) -> Tensor:
     """How many numbers of each row are greater than the row's limit, int64 [rows].
 
-    logits: [rows, n], contiguous; limit: [rows] fp32.
+    logits: [rows, n], contiguous; limit: [rows] fp32, contiguous.
     """
     if not logits.is_cuda:
         return (logits > limit.unsqueeze(-1)).sum(-1)
