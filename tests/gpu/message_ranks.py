@@ -85,7 +85,8 @@ def planted(kind, memory, flag):
     def spoiled(self, *args):
         peers = self.peers
         if kind is gather:
-            peers.wait(self.events[peers.rank])
+            for event in self.events.values():
+                peers.wait(event)
             flip(self.whole)
             return arrived(self, *args)
         complete = peers.sums.complete

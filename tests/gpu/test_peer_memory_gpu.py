@@ -23,7 +23,9 @@ def ranks(count: int, case: str) -> list:
         pytest.skip(f"needs {count} GPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port"]
     command += [str(20000 + os.getpid() % 20000), "-m", "tests.gpu.peer_ranks", case]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    # With one connection, what follows a kernel on the stream of copies would wait for them on any stream.
+    variables = environment() | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -14,7 +14,9 @@ Copy engines pull the slices of a gather out of the peers' buffers, while a GEMM
     barrier      the peers have pulled this rank's slice of the use before
     copy         this rank's slice into its buffer
     barrier      all slices are in their buffers
-    pull         slice r of each peer in turn, own ones last; an event for each
+    pull         each peer's slice in turn; an event for each
+    copy         this rank's slice, if the whole is needed, on the stream that waits: with CUDA_DEVICE_MAX_CONNECTIONS=1
+                 a kernel that followed the copy engines would hold up the GEMM
 
 Both barriers wait on the stream, and nothing else orders one use of the memory and the next, so that CUDA graphs may be
 replayed in any order. A group has one buffer for sums; what begins while another sum is in it goes by NCCL.
@@ -138,7 +140,7 @@ class Peers:
         self.gathers.complete()
         whole = slices.new_empty(self.size * slices.shape[0], *slices.shape[1:])
         arrived = {}
-        for peer in self.order():
+        for peer in [*self.order()][:-1]:
             self.copy(whole.view(self.size, -1)[peer], views[peer])
             arrived[peer] = self.copied()
         if (transfer := self.transfer("all-gather over symmetric memory")) is not None:
@@ -226,29 +228,39 @@ class PeerSum:
 
 @dataclass
 class PeerGather:
-    """A gather on its way. whole: all ranks' slices; own: this one's. events: by rank the end of its copy, in order."""
+    """A gather on its way. whole: all ranks' slices; own: this one's. events: by peer the end of its copy, in order."""
 
     peers: Peers
     whole: Tensor
     own: Tensor
     events: dict[int, Any]
     transfer: Any = None
+    ended: bool = False
+
+    def rows(self, peer: int) -> slice:
+        """Return a rank's rows of `whole`."""
+        return slice(peer * len(self.own), (peer + 1) * len(self.own))
 
     def slices(self) -> Iterator[tuple[Tensor, slice]]:
         """Yield the ranks' slices with their rows of `whole`: this one's at once, each other when it has arrived."""
-        *others, own = self.events
-        for peer in (own, *others):
-            rows = slice(peer * len(self.own), (peer + 1) * len(self.own))
-            if peer != own:
-                self.peers.wait(self.events[peer])
-            yield self.own if peer == own else self.whole[rows], rows
+        yield self.own, self.rows(self.peers.rank)
+        for peer, event in self.events.items():
+            self.peers.wait(event)
+            yield self.whole[self.rows(peer)], self.rows(peer)
+        (self._end if self.transfer is None else self.wait)()  # digests are of the whole
 
     def wait(self) -> None:
-        """Have the stream wait for all of it."""
-        self.peers.wait(self.events[self.peers.rank])  # the last copy
-        if self.transfer is not None:
-            self.transfer.received(self.whole.view(self.peers.size, -1), 0)
-        self.peers.gathers.busy = False
+        """Have the stream wait for all of `whole`."""
+        for event in self.events.values():
+            self.peers.wait(event)
+        self.whole[self.rows(self.peers.rank)].copy_(self.own)
+        self._end()
+
+    def _end(self) -> None:
+        if not self.ended:
+            self.ended, self.peers.gathers.busy = True, False
+            if self.transfer is not None:
+                self.transfer.received(self.whole.view(self.peers.size, -1), 0)
 
 
 _peers: dict[Any, Peers | None] = {}  # by process group

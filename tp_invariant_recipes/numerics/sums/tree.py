@@ -48,7 +48,6 @@ class Moving:
         for gather in self.works:
             if isinstance(gather, PeerGather) and len(gather.own) * row >= WORTH:
                 yield from gather.slices()
-                self.arrived()  # nothing else ends the use of the peers' buffers
                 return
         yield self.arrived(), slice(None)
 

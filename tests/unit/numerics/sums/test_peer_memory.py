@@ -194,9 +194,13 @@ def test_rows_are_multiplied_as_they_arrive(monkeypatch, fp8, early):
     assert not peers.gathers.busy
     peers = _Copying([part.view(torch.uint8) for part in slices] if fp8 else slices, early)
     out = torch.zeros(64, 32)
-    form.multiply(form.gathered(mine, mesh), across, out, mesh, 1, forward=True)
+    arriving = form.gathered(mine, mesh)
+    form.multiply(arriving, across, out, mesh, 1, forward=True)
     assert torch.equal(out, expected) is not early
     assert not peers.gathers.busy
+    peers.gathers.busy = True  # by the next gather
+    assert torch.equal(arriving.arrived().data if fp8 else arriving.arrived(), torch.cat(slices)) is not early
+    assert peers.gathers.busy
 
 
 @pytest.mark.parametrize("least, cuts", ((0, [(2, 8), (2, 8), (3, 8), (3, 8), (0, 8), (0, 8), (1, 16)]), (2**33, None)))
