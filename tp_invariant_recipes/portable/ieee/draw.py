@@ -37,7 +37,8 @@ from tp_invariant_recipes.portable.shared_source import UNFUSED, bits_of, consta
 DEFINITION = 2  # of the tokens that are drawn
 QUARTER, GROUP = tl.constexpr(1024), tl.constexpr(4096)  # tokens of one word of a block, and of all four
 BLOCK = 4096  # tokens of a program that computes weights
-PROGRAMS = 264  # of a race, at least: two for each SM of an H100
+PROGRAMS = 1056  # of a race, at least: eight for each SM of an H100, one after the other
+WARPS = 32  # of a program: with fewer a thread has more numbers, and registers keep other programs off its SM
 TWO_16, TWO_M32 = constant(2.0**16), constant(2.0**-32)
 BELOW_ONE = constant(1 - 2.0**-24)
 UNIT = 2.0**40
@@ -45,6 +46,7 @@ UNIT_FP32 = constant(UNIT)
 RUN = 64  # numbers of a run, of which a GPU takes the greatest
 FULL = 1 << 31  # no row's top_k is above it
 MOST = tl.constexpr((1 << 31) - 1)
+UNLIMITED = tl.constexpr(-(1 << 31))  # an order that all tokens are after
 NOBODY = tl.constexpr(-(1 << 63))
 
 
@@ -67,7 +69,7 @@ def draw(log_probabilities: Tensor, keys: Tensor, numbers: Tensor, *, limits: in
     limited = limits is not None and not log_probabilities.is_cuda
     bounds = kept(log_probabilities, highest, numbers) if limited else torch.empty_like(keys[:, :2], dtype=torch.int32)
     if not limited:
-        bounds[:, 0], bounds[:, 1] = -MOST.value - 1, MOST.value
+        bounds[:, 0], bounds[:, 1] = UNLIMITED.value, MOST.value
     if limits and not limited:
         values = greatest(log_probabilities, min(limits, log_probabilities.shape[1])) + 0.0
         last = values.gather(1, (numbers[:, 2:3].long() - 1).clamp(0, values.shape[1] - 1)).view(torch.int32).squeeze(1)
@@ -239,7 +241,7 @@ def race_triton(
     """Fill out, [rows, parts]. All contiguous; Triton's interpreter takes CPU tensors."""
     rows, size = scores.shape
     tensors = (scores, highest, do_sample, temperature, keys, limits, out)
-    RACE.launch((rows, out.shape[1]), tensors, (size, out.shape[1]), (), 8)
+    RACE.launch((rows, out.shape[1]), tensors, (size, out.shape[1]), (), WARPS)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -276,7 +278,10 @@ def _winner(scores, top, heat, draws, key, sample, position, limit, last, size, 
     for group in range(part, tl.cdiv(size, GROUP), parts):
         first = group * GROUP + column
         if draws != 0:
-            if _inside(scores, first, size, limit, last):
+            near = limit == UNLIMITED
+            if limit != UNLIMITED:
+                near = _inside(scores, first, size, limit, last)
+            if near:
                 counter = group * QUARTER + column
                 words = tl.philox(key, counter, counter * 0 + sample, counter * 0 + position, counter * 0)
                 for lane in tl.static_range(4):
@@ -312,7 +317,7 @@ def before_triton(
 ) -> None:
     """Fill out [rows, parts, 2] int64: the mass of the tokens within the limits, and of those before the winner."""
     tensors = (scores, highest, temperature, limits, best, out)
-    BEFORE.launch((len(scores), out.shape[1]), tensors, (scores.shape[1], out.shape[1]), (), 8)
+    BEFORE.launch((len(scores), out.shape[1]), tensors, (scores.shape[1], out.shape[1]), (), WARPS)
 
 
 def again_triton(operands: tuple[Tensor, ...], needed: Tensor, best: Tensor) -> None:
@@ -320,7 +325,7 @@ def again_triton(operands: tuple[Tensor, ...], needed: Tensor, best: Tensor) -> 
 
     operands: of `race`. best: changed.
     """
-    AGAIN.launch((len(best), 1), (*operands, needed, best), (operands[0].shape[1],), (), 16)
+    AGAIN.launch((len(best), 1), (*operands, needed, best), (operands[0].shape[1],), (), WARPS)
 
 
 @triton.jit
