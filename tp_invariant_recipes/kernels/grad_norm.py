@@ -25,8 +25,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
-
 CHUNK = 1 << 16  # elements of one program of a kernel; also of plain torch on a CPU at a time, for its cache
 # Elements that a program of each kernel reads at a time, and its warps. With these both read 4.3 TB/s on an H200. With
 # the first pair the second kernel reads 3.4 TB/s.
@@ -67,14 +65,8 @@ def square_limbs(grads: Sequence[Tensor], largest: Tensor) -> Tensor:
     """
     for_kernel, others = _split(grads)
     result = torch.zeros(LIMBS, dtype=torch.int64, device=_device(grads))
-    pieces, parts = _pieces(others), list[Tensor]()
-    by_parts(
-        lambda first, last: parts.extend(_square_limbs_torch(piece, largest) for piece in pieces[first:last]),
-        len(pieces),
-        pays=not result.is_cuda,
-    )
-    for part in parts:
-        result += part
+    for piece in _pieces(others):
+        result += _square_limbs_torch(piece, largest)
     if for_kernel:
         launch_square_limbs(_table(_spans(for_kernel), result.device), largest, result)
     return result
