@@ -18,11 +18,6 @@ Part = dict[str, Any]
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a part of a character
 
 
-def decimals(log_probabilities: Sequence[float]) -> list[float]:
-    """Return numbers whose JSON is the shortest that gives back the fp32."""
-    return [float(text) for text in np.array(log_probabilities, np.float32).astype(str)]
-
-
 def hexadecimal(log_probabilities: Sequence[float]) -> list[str]:
     """Return the bits of fp32 numbers."""
     return [f"{bits:08x}" for bits in np.array(log_probabilities, np.float32).view(np.uint32).tolist()]
@@ -121,9 +116,7 @@ class Sglang(Answer):
     def _scored(self, which: str, tokens: Sequence[int], log_probabilities: Sequence[float]) -> Part:
         """Return tokens with their log-probabilities; nothing predicts the first token of a prompt."""
         none = [None] * (len(tokens) - len(log_probabilities))
-        rows = [
-            (value, token, None) for value, token in zip([*none, *decimals(log_probabilities)], tokens, strict=True)
-        ]
+        rows = [(value, token, None) for value, token in zip([*none, *log_probabilities], tokens, strict=True)]
         bits = {f"{which}_token_bits": [*none, *hexadecimal(log_probabilities)]} if self.body.bits else {}
         return {f"{which}_token_logprobs": rows, **bits}
 
@@ -163,7 +156,7 @@ class OpenAI(Answer):
     def _choice(self, index: int, start: int, shown: int) -> tuple[Part, int]:
         opened, sample, draws = self.samples[index]
         (text, finish), prompt = self.text(opened, sample, draws), opened.request.tokens
-        tokens, values = sample.tokens[start:], decimals(sample.log_probabilities[start:])
+        tokens, values = sample.tokens[start:], sample.log_probabilities[start:]
         choice: Part = {"index": index, "finish_reason": finish and finish["type"], **_versions(sample)}
         message: Part = {"role": "assistant", "content": text[shown:]}
         if self.body.return_token_ids:

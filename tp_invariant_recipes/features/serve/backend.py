@@ -11,6 +11,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+import numpy as np
+
 from tp_invariant_recipes.data.sequences import Sequence as ScoredSequence
 from tp_invariant_recipes.errors import TpiError, reason
 from tp_invariant_recipes.features.rollouts.requests import Request
@@ -18,6 +20,11 @@ from tp_invariant_recipes.features.serve import messages
 from tp_invariant_recipes.features.serve.messages import Event, Message, Versions, Weights
 
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
+
+
+def decimals(log_probabilities: Sequence[float]) -> list[float]:
+    """Return numbers whose JSON is the shortest that gives back the fp32."""
+    return [float(text) for text in np.array(log_probabilities, np.float32).astype(str)]
 
 
 class Refused(Exception):
@@ -120,7 +127,7 @@ class Backend:
             case messages.Drawn(key, number) if key in self.open:
                 mine, sample = self.open[key], self.open[key].samples[number]
                 sample.tokens += event.tokens
-                sample.log_probabilities += event.log_probabilities
+                sample.log_probabilities += decimals(event.log_probabilities)
                 sample.versions, sample.reason = event.versions, event.reason
                 mine.changed.set()
                 if event.reason is not None:

@@ -31,6 +31,7 @@ from tp_invariant_recipes.text import abbreviated
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
+PART = 32  # tokens without a stream that are told together: their decimals are made while ranks decode
 IDLE = 1.0  # seconds that a rank without work waits for a message before it gives a heartbeat
 CPU_CACHE = 1 << 16  # tokens of the cache on a CPU, by default
 
@@ -61,10 +62,13 @@ class Serve:
 
 @dataclass
 class Sample:
-    """A sample in the engine. told: tokens that the HTTP process has. drawn: with weights of before, by version."""
+    """A sample in the engine. part: new tokens that are told together. told: tokens that the HTTP process has.
+
+    drawn: with weights of before, by version.
+    """
 
     state: SampleState
-    stream: bool
+    part: int
     told: int = 0
     drawn: Versions = ()
 
@@ -163,7 +167,7 @@ class Loop:
         request, key = message.request, request_key(message.request.sampling.seed, message.draws)
         for n in range(request.sampling.num_return_sequences if message.home == self.home else 0):
             state = SampleState(request, n, key)
-            self.open[request.id, n] = Sample(state, message.stream)
+            self.open[request.id, n] = Sample(state, 1 if message.stream else PART)
             self.plan.waiting.append(state)
 
     def _leave(self, key: str) -> None:
@@ -175,7 +179,7 @@ class Loop:
     def _tell(self, ended: Sequence[Completion]) -> None:
         """Tell all that a pass has drawn at once."""
         last = {(each.request, each.sample): each.finish_reason for each in ended}
-        news = ((p, s) for p, s in self.open.items() if p in last or (s.stream and len(s.state.drawn) > s.told))
+        news = ((p, s) for p, s in self.open.items() if p in last or len(s.state.drawn) - s.told >= s.part)
         self._send(sample.news(self.version, last.get(place)) for place, sample in news)
         for place in last:
             del self.open[place]

@@ -4,6 +4,7 @@
 import json
 import re
 import threading
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from tests.unit.features.serve.fake_ranks import SLOW, served
 from tests.unit.features.serve.test_serve_bodies import until
 from tp_invariant_recipes.data import sequences
-from tp_invariant_recipes.features.serve import answers
+from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
+from tp_invariant_recipes.features.rollouts.schedule import SampleState
+from tp_invariant_recipes.features.serve import answers, backend
 from tp_invariant_recipes.features.serve import messages as messages_
 
 pytest.importorskip("uvicorn")
@@ -156,9 +159,26 @@ def test_scores_are_the_lines_of_tpi_score(server):
 
 @given(st.lists(st.floats(max_value=0, width=32, allow_infinity=False, allow_nan=False)))
 def test_decimals_give_the_bits_back(values):
-    found = json.loads(json.dumps(answers.decimals(values)))
+    found = json.loads(json.dumps(backend.decimals(values)))
     assert [f"{x:08x}" for x in np.array(found, np.float32).view(np.uint32)] == answers.hexadecimal(values)
     assert all(len(json.dumps(abs(x)).partition("e")[0].replace(".", "").strip("0")) <= 9 for x in found)
+
+
+def test_ranks_tell_each_token_of_a_stream_and_parts_of_what_waits():
+    rank = pytest.importorskip("tp_invariant_recipes.features.serve.rank")
+    loop, told = object.__new__(rank.Loop), {"a": [], "b": []}
+    send = lambda events: [told[each.key].append([*each.tokens]) for each in events]  # noqa: E731
+    loop.tells, loop.version, loop.pipe = True, "v0", SimpleNamespace(send=send)
+    states = [SampleState(Request(key, (5,), Sampling(max_new_tokens=70)), 0, 0) for key in "ab"]
+    loop.open = {(s.request.id, 0): rank.Sample(s, part) for s, part in zip(states, (1, rank.PART), strict=True)}
+    for token in range(70):
+        for state in states:
+            state.drawn.append(token)
+            state.log_probabilities.append(-1.0)
+        loop._tell([state.completion("length") for state in states] if token == 69 else ())
+    assert told["a"] == [[token] for token in range(70)]
+    assert told["b"] == [[*range(32)], [*range(32, 64)], [*range(64, 70)]]
+    assert not loop.open
 
 
 def slow(client, results, tokens=60, **body):
