@@ -59,7 +59,6 @@ from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
 from tp_invariant_recipes.portable.ieee import storage as ieee_samples
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
-from tp_invariant_recipes.portable.shared_source import fill
 
 FP32, BF16 = torch.float32, torch.bfloat16
 Calls = Iterator[tuple[Any, ...]]  # a function and its operands
@@ -190,12 +189,6 @@ def _functions(large: bool) -> Calls:
     yield from ((ieee_samples.values, torch.from_numpy(values)) for values in numbers)
 
 
-def _weights(scores: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:
-    operands = scores, highest, temperature, (out := torch.empty_like(scores))
-    fill(ieee_draw.weights_triton, ieee_draw._weights_loop, operands, work=scores.numel())
-    return out
-
-
 def _draws(large: bool) -> Calls:
     """Of a group of words and a part of one; the greatest of several programs."""
     for count, vocabulary in ((1, 151936), (64, 151936), (300, 5003), (16, 300)) if large else ((8, 4200), (8, 300)):
@@ -204,11 +197,9 @@ def _draws(large: bool) -> Calls:
             highest, do_sample, temperature = scores.amax(-1), numbers[:, 0].int(), numbers[:, 1].float()
             limits = ieee_draw.kept(scores, highest, numbers)
             yield ieee_draw.race, scores, highest, do_sample, temperature, keys, limits
-            yield _weights, scores, highest, temperature
             if large or vocabulary == 300:
                 yield ieee_draw.draw, scores, keys, numbers
             if large:
-                yield test_draw.limits_of, scores, numbers
                 yield digest.row_digest, scores, 0, vocabulary
 
 

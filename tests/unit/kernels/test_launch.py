@@ -181,7 +181,6 @@ def launches(rows):
     cached_attention.cached_triton(q[:, 0], key[:, 0], key[:, 0], q[:, 0], of_tables, 0.1)
     cached_attention.store_triton(key[:, 0], key[:, 0], key[:, 0], key[:, 0], index)
     whole, counts, keys = fp32(rows, VOCABULARY), fake(rows, dtype=torch.int32), fake(rows, 3, dtype=torch.int64)
-    draw.kept(whole, of_rows, fake(rows, 4, dtype=torch.float64))
     draw.draw(whole, keys, fake(rows, 4, dtype=torch.float64))
     draw.race(whole, of_rows, counts, of_rows, keys, fake(rows, 2, dtype=torch.int32))
     message_digest.add_digests(message_digest.words(fake(8, rows, HIDDEN)), fake(16, dtype=torch.int64), 0, 0)

@@ -98,10 +98,6 @@ KERNELS = {
         | {"spans": "*i32", "step": "i32"},
         {"HEADS": 4, "KEY": 128, "COLUMNS": 128, "VALUE": 128, "ROWS": ieee_delta.ROWS},
     ),
-    ieee_draw.WEIGHTS: (
-        dict.fromkeys(("scores", "highest", "temperature", "out"), "*fp32") | {"size": "i32"},
-        {"BLOCK": 4096},
-    ),
     ieee_draw.RACE: (
         {"scores": "*fp32", "highest": "*fp32", "do_sample": "*i32", "temperature": "*fp32", "keys": "*i64"}
         | {"limits": "*i32", "out": "*i64", "size": "i32", "parts": "i32"},

@@ -32,11 +32,19 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.math import HALF, ONE_FP32, ZERO, exp, fp32_of_small, log
-from tp_invariant_recipes.portable.shared_source import UNFUSED, bits_of, constant, elementwise, fill, numba_version
+from tp_invariant_recipes.portable.shared_source import (
+    UNFUSED,
+    as_array,
+    bits_of,
+    by_rows,
+    constant,
+    elementwise,
+    fill,
+    numba_version,
+)
 
 DEFINITION = 2  # of the tokens that are drawn
 QUARTER, GROUP = tl.constexpr(1024), tl.constexpr(4096)  # tokens of one word of a block, and of all four
-BLOCK = 4096  # tokens of a program that computes weights
 PROGRAMS = 1056  # of a race, at least: eight for each SM of an H100, one after the other
 WARPS = 32  # of a program: with fewer a thread has more numbers, and registers keep other programs off its SM
 TWO_16, TWO_M32 = constant(2.0**16), constant(2.0**-32)
@@ -112,7 +120,7 @@ def _within(operands: tuple[Tensor, ...], top_p: Tensor, best: Tensor) -> Tensor
 
 
 def kept(scores: Tensor, highest: Tensor, numbers: Tensor) -> Tensor:
-    """Return the last token in order that top-k and top-p leave: its `order_key`, and its id; int32 [rows, 2].
+    """Return the last token in order that top-k and top-p leave, on a CPU: its `order_key` and its id, int32 [rows, 2].
 
     scores: [rows, vocab] fp32, contiguous. highest: [rows] fp32. numbers: as of `draw`; without draws all stay.
     """
@@ -122,7 +130,8 @@ def kept(scores: Tensor, highest: Tensor, numbers: Tensor) -> Tensor:
     count = torch.where((do_sample > 0) & (top_k > 0), top_k.clamp(max=size), size).long()
     count = (order >= order.gather(1, count - 1)).sum(1, keepdim=True)
     weights = torch.empty_like(scores)
-    fill(weights_triton, _weights_loop, (scores, highest, temperature.float().flatten(), weights), work=scores.numel())
+    arrays = tuple(map(as_array, (scores, highest, temperature.float().flatten(), weights)))
+    by_rows(_weights_loop, arrays, work=scores.numel())
     mass = (weights.double() * UNIT).long().gather(1, tokens)
     reached = torch.where(torch.arange(size, device=scores.device) < count, mass, 0).cumsum(1)
     missing = (reached < (reached[:, -1:] * top_p).ceil().long()).sum(1, keepdim=True)
@@ -229,12 +238,6 @@ def _race_loop(scores: Any, highest: Any, do_sample: Any, temperature: Any, keys
 # --- Triton ---
 
 
-def weights_triton(scores: Tensor, highest: Tensor, temperature: Tensor, out: Tensor) -> None:
-    """Fill out with the weight of each token. All contiguous; Triton's interpreter takes CPU tensors."""
-    rows, size = scores.shape
-    WEIGHTS.launch((rows, triton.cdiv(size, BLOCK)), (scores, highest, temperature, out), (size,), (BLOCK,), 8)
-
-
 def race_triton(
     scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, keys: Tensor, limits: Tensor, out: Tensor
 ) -> None:
@@ -242,14 +245,6 @@ def race_triton(
     rows, size = scores.shape
     tensors = (scores, highest, do_sample, temperature, keys, limits, out)
     RACE.launch((rows, out.shape[1]), tensors, (size, out.shape[1]), (), WARPS)
-
-
-@triton.jit(do_not_specialize=["size"])
-def _ieee_weights(scores, highest, temperature, out, size, BLOCK: tl.constexpr):
-    row, token = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = row.to(tl.int64) * size + token
-    x = tl.load(scores + at, mask=token < size, other=0.0)
-    tl.store(out + at, weight(x, tl.load(highest + row), tl.load(temperature + row)), mask=token < size)
 
 
 @triton.jit
@@ -382,5 +377,5 @@ def _ieee_again(scores, highest, do_sample, temperature, keys, limits, needed, b
             _, before = _masses(scores, top, heat, order, -1, order, token, size, 0, 1)
 
 
-WEIGHTS, RACE = Kernel(_ieee_weights, **UNFUSED), Kernel(_ieee_race, **UNFUSED)
+RACE = Kernel(_ieee_race, **UNFUSED)
 BEFORE, AGAIN = Kernel(_ieee_before, **UNFUSED), Kernel(_ieee_again, **UNFUSED)
