@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of Bridge's classes of settings, kept in a file: a typo shows at once, not after an import of 10 to 60 s.
 
-`scripts/bootstrap` writes the file into `.venv`; elsewhere the first import of Bridge writes it into the user's cache.
-It counts only while the sources that it was made from are as they were. Without it tpi asks Bridge itself. Where Bridge
-is not installed, the table of the version in the locks counts, `bridge_fields.json` beside this module.
+`bridge_fields.json` beside this module is the table of the version in the locks. The first import of another version
+writes a table into the user's cache. A table counts for an installed Bridge whose sources have the bytes that it was
+made from; without one tpi asks Bridge itself. Where Bridge is not installed, the table of the locks counts.
 """
 
 import functools
@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import json
 import operator
-import os
 import sys
 import types
 import typing
@@ -43,26 +42,25 @@ type _Row = dict[str, list[str] | None]
 
 
 def read() -> Hints:
-    """Return the classes of the file. A field has None for a hint where only Bridge can check its value.
+    """Return the classes of a file. A field has None for a hint where only Bridge can check its value.
 
-    Empty: there is no file, it is damaged, or Bridge has changed since it was made. Where no Bridge is installed, the
-    locks' table.
+    Empty: there is no file for this Bridge, or it is damaged. Where no Bridge is installed, the locks' table.
     """
     if not all(map(needed.there, PACKAGES)):
         return _parsed(of_the_locks(), 0)[1]
-    for file in (in_environment(), in_cache()):
+    for file in (of_the_locks(), in_cache()):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the last three: it is no table
             sources, classes = _parsed(file, file.stat().st_mtime_ns)
-            if all(_stamp(source) == stamp for source, stamp in sources.items()):
+            if all(_digest(source) == digest for source, digest in sources.items()):
                 return classes
     return {}
 
 
 @functools.lru_cache(maxsize=2)
-def _parsed(file: Path, changed: int) -> tuple[dict[str, list[int]], Hints]:
+def _parsed(file: Path, changed: int) -> tuple[dict[str, str], Hints]:
     """Return the sources and the classes of a file. changed: its time, so that a new one is read anew.
 
-    sources: "package/file" -> size in bytes, time of change in ns.
+    sources: "package/file" -> SHA-256 of its bytes.
     classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it. Of a class derived
              from one above it, only what that one lacks or has otherwise.
     """
@@ -97,23 +95,18 @@ def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
         if base:
             own = {n: names for n, names in rows[path].items() if n not in rows[base] or names != rows[base][n]}
             rows[path] = {_BASE: [f"{_TEXT}{base}"], **own}
-    table = {"sources": {source: _stamp(source) for source in sorted(sources)}, "classes": rows}
+    table = {"sources": {source: _digest(source) for source in sorted(sources)}, "classes": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(table))
 
 
-def in_environment() -> Path:
-    """Where `scripts/bootstrap` writes the file."""
-    return Path(sys.prefix) / "share" / "tpi" / "bridge-fields.json"
-
-
 def of_the_locks() -> Path:
-    """Return the file of the Bridge that the locks install; its times are of another machine."""
+    """Return the file of the Bridge that the locks install."""
     return Path(__file__).with_name("bridge_fields.json")
 
 
 def in_cache() -> Path:
-    """Where tpi writes it elsewhere: one file for each installed Bridge."""
+    """Where tpi writes it for another Bridge: one file for each that is installed."""
     name = hashlib.sha256(str(_folder(PACKAGES[0])).encode()).hexdigest()[:16]
     return cache_dir() / f"bridge-fields-{name}.json"
 
@@ -136,13 +129,19 @@ def _sources(cls: type) -> Iterator[str]:
             yield f"{package}/{file.relative_to(_folder(package))}"
 
 
-def _stamp(source: str) -> list[int]:
-    """Size and time of change. Raises OSError, ValueError: the file is not there."""
-    package, _, file = source.partition("/")
+def _digest(source: str) -> str:
+    """SHA-256 of a source's bytes. Raises OSError, ValueError: the file is not there."""
+    package, _, name = source.partition("/")
     if package not in PACKAGES:
         raise ValueError(f"{package} is none of Bridge's packages")
-    status = os.stat(_folder(package) / file)
-    return [status.st_size, status.st_mtime_ns]
+    file = _folder(package) / name
+    return _hashed(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _hashed(file: Path, changed: int) -> str:
+    """Hash a file. changed: its time, so that a new one is read anew."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _names(hint: Any) -> list[str] | None:

@@ -112,7 +112,7 @@ def taken(value, hint):
 
 
 def test_the_table_says_what_bridge_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(field_table, "in_environment", lambda: tmp_path / "none")
+    monkeypatch.setattr(field_table, "of_the_locks", lambda: tmp_path / "none")
     schema.write_field_table(field_table.in_cache())
     table = field_table.read()
     assert len(table) == len(schema.BRIDGE_SECTIONS) + len(schema.PROVIDERS)
@@ -126,7 +126,7 @@ def test_the_table_says_what_bridge_says(tmp_path, monkeypatch):
 
 
 def test_the_first_import_writes_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(field_table, "in_environment", lambda: tmp_path / "none")
+    monkeypatch.setattr(field_table, "of_the_locks", lambda: tmp_path / "none")
     assert field_table.read() == {}
     schema._keep_fields.cache_clear()
     schema.bridge_class.cache_clear()
@@ -135,11 +135,10 @@ def test_the_first_import_writes_it(monkeypatch, tmp_path):
 
 
 def test_the_table_beside_the_module_is_that_of_the_lock(tmp_path):
-    """If this fails after an upgrade, write `classes` of the new table into the file, and an empty `sources`."""
+    """If this fails after an upgrade, write the new table into the file: with it, a typo shows before any import."""
     schema.write_field_table(tmp_path / "table.json")
-    of_the_lock = json.loads(field_table.of_the_locks().read_text())
-    assert json.loads((tmp_path / "table.json").read_text())["classes"] == of_the_lock["classes"]
-    assert of_the_lock["sources"] == {}
+    assert json.loads((tmp_path / "table.json").read_text()) == json.loads(field_table.of_the_locks().read_text())
+    assert schema.PROVIDERS[0] in field_table.read()
 
 
 NAMED = re.compile(rf"(?<![\w./@-])({'|'.join(schema.BRIDGE_SECTIONS)})\.([a-z]\w*)(?![\w/(.])")  # no file, no call

@@ -15,6 +15,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import conf_files, field_table, schema
 
 SETTINGS = {"steps": int, "rate": float | None, "kind": Literal["a", "b"] | None, "on": bool, "name": str, "other": Any}
+DIGEST = field_table._digest
 
 
 @pytest.fixture
@@ -27,7 +28,8 @@ def package(tmp_path, monkeypatch) -> Path:
     module.__file__ = str(folder / "settings.py")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(field_table, "_folder", lambda package: folder)
-    monkeypatch.setattr(field_table, "in_environment", lambda: tmp_path / "environment" / "table.json")
+    monkeypatch.setattr(field_table, "_digest", DIGEST)
+    monkeypatch.setattr(field_table, "of_the_locks", lambda: tmp_path / "locks" / "table.json")
     return folder
 
 
@@ -37,28 +39,18 @@ def written_table(file: Path) -> dict[str, Any]:
     return dict(field_table.read())
 
 
-@pytest.mark.parametrize("place", (field_table.in_cache, lambda: field_table.in_environment()), ids=("cache", "venv"))
-def test_what_is_written_is_read(package, place):
-    result = written_table(place())
-    assert result == {"megatron.bridge.settings.Settings": SETTINGS | {"other": None}}
-
-
-def test_it_does_not_count_when_bridge_has_changed(package):
-    assert written_table(field_table.in_cache())
-    (package / "settings.py").write_text("class Settings: steps: int\n")
+@pytest.mark.parametrize("place", (field_table.in_cache, lambda: field_table.of_the_locks()), ids=("cache", "locks"))
+def test_it_counts_while_bridge_has_the_bytes_that_it_was_made_from(package, place):
+    source, rows = package / "settings.py", {"megatron.bridge.settings.Settings": SETTINGS | {"other": None}}
+    assert written_table(place()) == rows
+    source.touch()
+    assert field_table.read() == rows
+    source.write_text(source.read_text().replace("...", "0.."))  # as long as before
+    os.utime(source, ns=(1, 1))
     assert field_table.read() == {}
-    assert written_table(field_table.in_cache())
-    os.utime(package / "settings.py", ns=(1, 1))
+    assert written_table(field_table.in_cache()) == rows
+    source.unlink()
     assert field_table.read() == {}
-    assert written_table(field_table.in_cache())
-    (package / "settings.py").unlink()
-    assert field_table.read() == {}
-
-
-def test_the_one_in_the_cache_counts_where_that_of_the_environment_does_not(package):
-    written_table(field_table.in_environment())
-    os.utime(package / "settings.py", ns=(1, 1))
-    assert written_table(field_table.in_cache())
 
 
 DAMAGED = ("", "{", "[]", '{"sources": {}}', '{"sources": {}, "classes": {"a": {"b": ["complex"]}}}', "\xff" * 10)
