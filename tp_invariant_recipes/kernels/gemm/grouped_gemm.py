@@ -11,7 +11,8 @@ The weights of a layer are separate tensors anywhere in memory: the kernels get 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import batched
 
 import torch
 import triton
@@ -22,6 +23,9 @@ from tp_invariant_recipes.kernels.launch import Kernel
 
 # dtype of the operands -> tile of the output, step of the sum, warps. They are part of the definition of the bits.
 TILES = {torch.bfloat16: (128, 128, 64, 8), torch.float32: (64, 64, 32, 4)}
+# The same where a Hopper GPU copies whole tiles of bf16 (TMA): wider, since no thread holds addresses. The instructions
+# over k are the same, and so are the bits.
+WIDE = 256
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,17 @@ class Groups:
             self._tiles[height] = group, shift[group] + number * height
         return self._tiles[height]
 
+    def joined(self, each: int) -> "Groups":
+        """Return the groups with so many neighbours as one, whose last tiles waste fewer rows."""
+        if each not in self._joined:
+            sizes = tuple(map(sum, batched(self.sizes, each)))
+            self._joined[each] = Groups(sizes, self.counts.view(-1, each).sum(1), self.total)
+        return self._joined[each]
+
+    @cached_property
+    def _joined(self) -> "dict[int, Groups]":
+        return {1: self}
+
     @cached_property
     def _tiles(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}
@@ -75,12 +90,16 @@ def grouped_gemm(x: Tensor, weights: Sequence[Tensor], out: Tensor, groups: Grou
     tile_m, tile_n, tile_k, warps = TILES[x.dtype]
     group, first = groups.tiles(tile_m)
     k, n = x.shape[1], out.shape[1]
-    strides = (1, k) if transposed else (n, 1)
+    strides, aligned = (1, k) if transposed else (n, 1), all_aligned(weights)
+    copies = aligned and not (n % 8 or k % 8 or x.data_ptr() % 16) and _copies_tiles(x.dtype, x.device)
+    if copies:
+        triton.set_allocator(_scratch)  # each thread has its own
+        tile_n = tile_n if n % WIDE else WIDE
     across = triton.cdiv(n, tile_n)
     if len(group):
         tensors = (x, weights[0], out, offsets_of(weights), group, first, groups.ends)
-        constants = (n, k, *strides, all_aligned(weights), tile_m, tile_n, tile_k)
-        PRODUCT.launch((len(group) * across, 1), tensors, (), constants, warps)
+        constants = (n, k, *strides, aligned, copies, tile_m, tile_n, tile_k)
+        PRODUCT.launch((len(group) * across, 1), tensors, (len(x),), constants, warps, 4 if tile_n == WIDE else 3)
 
 
 def grouped_weight_gradient(
@@ -119,16 +138,26 @@ def offsets_of(tensors: Sequence[Tensor]) -> Tensor:
     return on_device([(tensor.data_ptr() - first) // size for tensor in tensors], tensors[0].device)
 
 
+@cache
+def _copies_tiles(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _scratch(size: int, _alignment: int, _stream: int | None) -> Tensor:
+    """Return memory for a kernel's descriptions of tiles."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def all_aligned(tensors: Sequence[Tensor]) -> bool:
     """Whether each begins where 16 bytes do."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, weights, out, offsets, group, first, ends,
+    x, weights, out, offsets, group, first, ends, rows,
     N: tl.constexpr, K: tl.constexpr, W_ROW: tl.constexpr, W_COLUMN: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    COPIES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = (N + TILE_N - 1) // TILE_N
     tile = tl.program_id(0) // across
@@ -141,17 +170,29 @@ def _product(
     row = tl.load(first + tile) + tl.arange(0, TILE_M).to(tl.int64)[:, None]
     inside = row < tl.load(ends + g)
     column = (tl.program_id(0) % across * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)[None, :]
-    i = tl.arange(0, TILE_K).to(tl.int64)
-    x_at = x + row * K + i[None, :]
-    w_at = weights + offset + i[:, None] * W_ROW + column * W_COLUMN
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-    for done in range(0, K, TILE_K):
-        in_k = i < K - done
-        a = tl.load(x_at, mask=inside & in_k[None, :], other=0.0)
-        b = tl.load(w_at, mask=in_k[:, None] & (column < N), other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-        x_at += TILE_K
-        w_at += TILE_K * W_ROW
+    if COPIES:  # the tile's last rows may be the next group's: a row's sum reads no other
+        x_tiles = tl.make_tensor_descriptor(x, [rows, K], [K, 1], [TILE_M, TILE_K])
+        if W_ROW == 1:
+            w_tiles = tl.make_tensor_descriptor(weights + offset, [N, K], [K, 1], [TILE_N, TILE_K])
+        else:
+            w_tiles = tl.make_tensor_descriptor(weights + offset, [K, N], [N, 1], [TILE_K, TILE_N])
+        top, left = tl.load(first + tile).to(tl.int32), tl.program_id(0) % across * TILE_N
+        for done in range(0, K, TILE_K):
+            a = x_tiles.load([top, done])
+            b = w_tiles.load([left, done]).T if W_ROW == 1 else w_tiles.load([done, left])
+            total = tl.dot(a, b, total, input_precision="ieee")
+    else:
+        i = tl.arange(0, TILE_K).to(tl.int64)
+        x_at = x + row * K + i[None, :]
+        w_at = weights + offset + i[:, None] * W_ROW + column * W_COLUMN
+        for done in range(0, K, TILE_K):
+            in_k = i < K - done
+            a = tl.load(x_at, mask=inside & in_k[None, :], other=0.0)
+            b = tl.load(w_at, mask=in_k[:, None] & (column < N), other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            x_at += TILE_K
+            w_at += TILE_K * W_ROW
     tl.store(out + row * N + column, total.to(out.dtype.element_ty), mask=inside & (column < N))
 
 

@@ -151,6 +151,16 @@ def test_tiles_have_all_rows_of_one_group_each(sizes, height):
     assert all(start >= starts[n] + sizes[n] for n, start in captured[len(expected) :])
 
 
+def test_joined_neighbours_are_one_group():
+    """Tiles of two sources of an expert waste the rows of one last tile."""
+    joined = Groups((3, 5, 4, 70), torch.tensor((3, 5, 4, 70))).joined(2)
+    assert (joined.sizes, joined.counts.tolist()) == ((8, 74), [8, 74])
+    assert tiles(joined, 64) == [(0, 0), (1, 8), (1, 72)]
+    captured = Groups((), torch.tensor((3, 5, 4, 70)), 90).joined(2)
+    assert captured.ends.tolist() == [8, 82]
+    assert tiles(captured, 64)[:3] == tiles(joined, 64)
+
+
 def test_no_more_rows_are_read_than_there_are():
     groups = Groups((), torch.tensor((3, 5, 4)), 9)
     assert groups.ends.tolist() == [3, 8, 9]

@@ -178,7 +178,8 @@ class Plain:
 
         if rows.is_cuda:
             started = sampling.begin_group(groups.sizes, lambda n, at: (rows[at], operand(n), out[at]))
-            grouped_gemm(rows, across, out, groups, transposed=forward)
+            each = sum(weight is across[0] for weight in across)  # sources of an expert's rows
+            grouped_gemm(rows, across[::each], out, groups.joined(each), transposed=forward)
             if started is not None:
                 started.end()
             return out
