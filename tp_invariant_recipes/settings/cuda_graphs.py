@@ -47,9 +47,9 @@ def padded(model: Model) -> bool:
 
 
 def rows_of_experts(config: RunConfig) -> float:
-    """Return how many times the rows of evenly spread tokens experts have in a graph of a whole invariant step.
+    """Return how many times the rows of evenly spread tokens experts may have in a graph of a whole invariant step.
 
-    There are as many as any choice of experts needs (numerics/layers/experts/token_dispatcher.py).
+    As many as any choice of experts needs; most steps need fewer (numerics/megatron/graph_room.py).
     """
     experts, topk = config.shape.experts, config.model.get("moe_router_topk") or 2
     if config.model.get("cuda_graph_impl") != FULL or not config.numerics.invariant or experts <= 1:

@@ -23,13 +23,12 @@ def settle() -> None:
     for dispatcher in [item for item in gc.get_objects() if issubclass(type(item), MoETokenDispatcher)]:
         vars(dispatcher).pop("probs", None)
     # Megatron keeps the graph of a step, its inputs, its pool of memory and the steps until its capture.
-    from megatron.core import full_cuda_graph
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
-    full_cuda_graph._shared_graph_pool = None
+    from tp_invariant_recipes.numerics.megatron.graph_room import forget_graph
 
     for stage in ("training", "validation"):
-        FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
+        forget_graph(FullCudaGraphWrapper, stage)
         FullCudaGraphWrapper.curr_iteration[stage] = 0
         StaticBufferLoader.static_buffers[stage].clear()
     gc.collect()

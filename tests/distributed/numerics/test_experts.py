@@ -122,11 +122,15 @@ class TestInAGraph:
         )
         x = [torch.randn(tokens, WIDTH) for _ in range(size)]
 
+        monkeypatch.setattr(token_dispatcher, "MARGIN", 1.0)
+        rooms = [token_dispatcher.Room(torch.tensor(0, dtype=torch.int32)) for _ in owners]
+
         def moved(now):
             """Of each owner: the rows of its batches; and what comes home to each rank's tokens from these rows."""
             captured(now)
             plans = [
-                token_dispatcher.route(routed, 2, owner, capacity) for routed, owner in zip(maps, owners, strict=True)
+                token_dispatcher.route(routed, 2, owner, capacity, room)
+                for routed, owner, room in zip(maps, owners, rooms, strict=True)
             ]
             slots = [
                 token_dispatcher.to_slots(each, routed.float(), plan)[0]
@@ -145,6 +149,11 @@ class TestInAGraph:
         pairs = [*zip(moved(False), moved(True), strict=True)]
         assert len(pairs) == experts * sources + size
         assert all(same_bits(*pair) for pair in pairs)
+        assert not any(room.lacking for room in rooms)
+        for room in rooms:
+            room.most -= 1
+        moved(True)
+        assert all(room.lacking for room in rooms)
 
 
 def test_batches_of_two_sources(token_dispatcher):
@@ -159,6 +168,51 @@ def test_batches_of_two_sources(token_dispatcher):
     chained = replace(batches, chain=(1, 0))
     assert chained.buffers == 1
     assert [*chained.in_order("ab")] == [("a", 1), ("a", 0), ("b", 3), ("b", 2)]
+
+
+@pytest.mark.parametrize("needs, computed", (((5, 6, 6), 3), ((5, 6, 30), 6)), ids=("enough", "void"))
+def test_a_step_whose_graph_lacks_slots_is_computed_again(token_dispatcher, monkeypatch, needs, computed):
+    """Three steps, the last two in a graph: a void one leaves neither gradients nor biases of routers."""
+    from megatron.core import full_cuda_graph
+
+    from tp_invariant_recipes.numerics.megatron import graph_room
+
+    buffers, calls = full_cuda_graph.StaticBufferLoader.static_buffers, []
+    monkeypatch.setitem(buffers, "training", [])
+    monkeypatch.setattr(graph_room.dist, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(graph_room.dist, "get_rank", lambda: 0)
+    dispatcher = object.__new__(token_dispatcher.InvariantTokenDispatcher)
+    dispatcher.owners = _owners(size=2, group="group")
+    model = torch.nn.Linear(1, 1)
+    model.token_dispatcher, model.zero_grad_buffer = dispatcher, lambda: setattr(model, "gradients", 0)
+    model.register_buffer("expert_bias", torch.zeros(1))
+
+    class Wrapper:
+        cuda_graph, result, curr_iteration = {"training": None}, {"training": None}, {"training": 0}
+        cuda_graph_warmup_steps = 1
+
+        def __call__(self, *, data_iterator, **_):
+            buffers["training"][:] = [next(data_iterator)]
+            (need,) = buffers["training"]
+            if self.curr_iteration["training"] == 1:
+                self.cuda_graph["training"], self.slots = "graph", dispatcher.room.limited(99, torch.tensor(0))
+            if self.cuda_graph["training"] is None:
+                dispatcher.room.most = need
+            elif need > self.slots:
+                dispatcher.room.lacking.fill_(1)
+            self.curr_iteration["training"] += 1
+            model.gradients += need
+            model.expert_bias += need
+            calls.append(need)
+            return f"losses {need}"
+
+    run = graph_room.with_room(Wrapper)()
+    for number, need in enumerate(needs):
+        model.gradients = 0
+        assert run(model=[model], forward_only=False, data_iterator=iter([need])) == f"losses {need}"
+        assert model.gradients == need
+        assert model.expert_bias.item() == sum(needs[: number + 1])
+    assert len(calls) == computed
 
 
 def test_rows_from_ranks_are_regrouped_by_expert_and_back(token_dispatcher):

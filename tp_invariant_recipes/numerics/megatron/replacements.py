@@ -159,6 +159,8 @@ ROWS = (
         )
         for module in ("train", "eval")
     ),
+    ReplacementRow("megatron.bridge.training.train:FullCudaGraphWrapper", "numerics.megatron.graph_room:with_room",
+        "a graph of a step would have slots for any choice of experts"),
     ReplacementRow("megatron.bridge.data.loaders:build_pretraining_data_loader",
         "numerics.megatron.data_order:consecutive", "which sequences a shard has must not depend on dp",
         settings=("data_shards",), when=_bridges_loop),

@@ -6,13 +6,14 @@ On a rank, a copy of a token for an expert is a *slot*. Slots are sorted by owne
 receives the slots of all ranks in rank order, which is the order of the sequence, and sorts them by expert. So in every
 layout it has the same tokens of an expert, from the whole micro-batch, in the same order.
 
-A CUDA graph cannot wait for the numbers of slots: there each rank has as many for every other as any choice needs, and
-the last of them are empty. So are the last rows of an owner. An empty one has the numbers of some token, or none; no
-sum and no GEMM reads it.
+A CUDA graph cannot wait for the numbers of slots: there each rank has equally many for every other, as many as any
+choice needs or as its `Room` says, and the last of them are empty. So are the last rows of an owner. An empty one has
+the numbers of some token, or none; no sum and no GEMM reads it.
 
 The sums over a token's top-k assignments, forward and backward, are in the order of the experts' numbers.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,11 +96,37 @@ class Route:
     batches: Batches
 
 
+MARGIN = 1.25  # a graph's slots over those that were filled before its capture
+
+
+@dataclass
+class Room:
+    """How many slots a layer has for each rank in a graph of a training step (numerics/megatron/graph_room.py).
+
+    lacking: [] int32, not 0 after a replay whose tokens needed more, so that its results are void.
+    most:    slots that a rank filled for another in the steps outside of the graph, at most.
+    """
+
+    lacking: Tensor
+    most: int = 0
+
+    def limited(self, most: int, filled: Tensor) -> int:
+        """Return the slots for each rank, at most `most`. filled: [from, to], as this replay needs them."""
+        slots = math.ceil(self.most * MARGIN)
+        if not 0 < slots < most:
+            return most
+        self.lacking.logical_or_((filled > slots).any())
+        return slots
+
+
 @torch.no_grad()
-def route(routing_map: Tensor, topk: int, owners: ExpertHosts, capacity: int | None = None) -> Route:
+def route(
+    routing_map: Tensor, topk: int, owners: ExpertHosts, capacity: int | None = None, room: Room | None = None
+) -> Route:
     """Plan the routes of a micro-batch. It costs one collective of counts and, outside of a CUDA graph, one wait.
 
     routing_map: [n, E] bool, topk experts of each token at most. capacity: tokens that an expert takes of a rank's.
+    room:        fewer slots in a CUDA graph than any choice needs; None: as many.
     """
     n, experts = routing_map.shape
     by_owner = owners.by_owner(routing_map.t())
@@ -114,7 +141,10 @@ def route(routing_map: Tensor, topk: int, owners: ExpertHosts, capacity: int | N
     slots = [[sum(map(sum, to)) for to in row] for row in known]  # [from][to]
     if captured:
         most = min(n * min(topk, owners.each), owners.each * (n if capacity is None else capacity))
+        most = most if room is None else room.limited(most, everyone.sum((2, 3)))
         slots = [[most] * owners.size] * owners.size
+    elif room is not None:
+        room.most = max(room.most, *map(max, slots))
 
     at, slot = _slots(by_owner, slots[owners.rank], captured)
     number = owners.by_owner(torch.arange(experts, device=at.device))
@@ -258,6 +288,8 @@ def _moved(rows: Tensor, plan: Route, owners: ExpertHosts, home: bool) -> Tensor
 class InvariantTokenDispatcher(MoETokenDispatcher):
     """Replaces Megatron's dispatchers by the same six steps, which MoELayer calls in this order."""
 
+    room: Room | None = None  # of training steps
+
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.owners = ExpertHosts.from_config(config, pg_collection.tp, pg_collection.ep)
@@ -271,7 +303,7 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
             chunks = self.chunks * tokens.shape[1]
             each = len(routing_map) // chunks
             capacity = chunks * min(each, get_capacity(each * topk, routing_map.shape[1], factor))
-        self.plan = route(routing_map, topk, self.owners, capacity)
+        self.plan = route(routing_map, topk, self.owners, capacity, self.room if torch.is_grad_enabled() else None)
         return to_slots(tokens.reshape(-1, self.shape[-1]), probs, self.plan)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
