@@ -113,7 +113,15 @@ LAYOUTS = {
     ),
     "graphs-experts": (
         EXPERTS.replace("iters=4", "iters=8"),
-        tuple(f"{layout} cuda_graph={kind}" for layout in ("tp=1", "tp=2 ep=2") for kind in ("off", "te", "full")),
+        tuple(
+            f"{layout} cuda_graph={kind}"
+            for layout in ("tp=1", "tp=2", "tp=2 ep=2")
+            for kind in ("off", "te", "full")
+        ),
+    ),
+    "graphs-experts-context": (
+        EXPERTS.replace("iters=4", "iters=8") + " seq=512 numerics.context_shards=2 numerics.expert_groups=2",
+        tuple(f"{layout} cuda_graph={kind}" for layout in ("cp=2", "cp=2 ep=2") for kind in ("off", "full")),
     ),
     "graphs-experts-data": (
         EXPERTS.replace("iters=4", "iters=8") + " numerics.data_shards=4 model.moe_expert_capacity_factor=1.0",
@@ -121,11 +129,14 @@ LAYOUTS = {
     ),
     "graphs-hybrid": (
         "nemotron3_nano_0p1b iters=8 gbs=2 seq=128",
-        ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te", "tp=2 ep=2 cuda_graph=full"),
+        ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te", "tp=2 cuda_graph=full", "tp=2 ep=2 cuda_graph=full"),
     ),
     "latent": (
         "moonlight_1b iters=8 gbs=2",
-        ("tp=1", "tp=2", "tp=2 ep=2", "pp=2", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=full"),
+        (
+            "tp=1", "tp=2", "tp=2 ep=2", "pp=2", "tp=1 cuda_graph=te", "tp=2 cuda_graph=full",
+            "tp=2 ep=2 cuda_graph=full",
+        ),
     ),
     "latent-v3": (f"{LATENT} iters=4 gbs=2", ("tp=1", "tp=2 ep=2", "tp=4 ep=4")),
     "muon": (
