@@ -84,6 +84,20 @@ def test_a_bucket_waits_for_its_last_gradient(scenario):
     run("").compared(run(f"dp=2 {GATHER}").planted(_reduced_early), status=1)
 
 
+def _stand_ins_of_nan():
+    """Give autograd NaN for gradients that main_grad has already."""
+    from tp_invariant_recipes.numerics.sums import weight_gradient
+
+    added = weight_gradient.added_to_main_grad
+    weight_gradient.added_to_main_grad = lambda weight: added(weight).clone().fill_(torch.nan)
+
+
+def test_nobody_reads_what_stands_in_for_a_gradient(scenario):
+    """Not of tied embeddings, either."""
+    run = scenario(SHORTEST, "iters=2 gbs=4")("")
+    assert unequal(run.ledger(), run.planted(_stand_ins_of_nan).ledger()) == []
+
+
 def test_how_often_digests_are_taken_changes_nothing_else(scenario):
     """Also the norm of a step without them, after one that was told the largest gradient by their kernel."""
     run = scenario(SHORTEST, "iters=3 ledger.state_digests=0")

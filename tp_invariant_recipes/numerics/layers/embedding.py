@@ -17,7 +17,8 @@ each summed over all data shards before they are added.
     pp>1   the first stage has the lookups', the last stage the output layer's; Megatron adds the two, after it has
            summed each over data-parallel ranks
 
-Megatron adds the two in turns at pp=1.
+Megatron adds the two in turns at pp=1, and what autograd gives it, which must be zeros then. `lookup` takes its mark
+off the weight, so that it adds none.
 
 Where a rank has one data shard, and the gradients of its lookups take less memory than their sum, they wait until the
 last backward pass has ended. The sum is made then, when there are no activations, and freed in the same step.
@@ -42,6 +43,7 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import (
 
 # Attributes of a weight: sums of lookups apart from main_grad, [contexts, rows, h] fp32.
 LOOKUPS, AHEAD = "lookup_gradient", "ahead_gradient"
+TIED, MARK = "is_tied", "zero_out_wgrad"  # whether the output layer has the weight; Megatron's word for that
 # Backward passes of a step, if all are of one data shard; and by the sum's name the lookups that wait to be added.
 PASSES, WAITING = "backward_passes", "waiting_lookups"
 
@@ -53,6 +55,9 @@ def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int 
     contexts: context shards that s consists of. ahead: whether the lookup is one of MTP.
     returns: [b, s, h] of weight's dtype.
     """
+    if getattr(weight, MARK, False):
+        setattr(weight, TIED, True)
+        setattr(weight, MARK, False)
     known = ids if elsewhere is None else ids.masked_fill(elsewhere, -1)
     return _Lookup.apply(weight, known, elsewhere, contexts, ahead)
 
@@ -75,7 +80,7 @@ class _Lookup(LayerFunction):
         looked_up = [(rows.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for rows, at in parts]
         ahead = ctx.ahead and main_grad_of(weight) is not None
         # The output layer's gradient goes to the same buffer: Megatron marks such a weight at pp=1.
-        if ahead or (getattr(weight, "zero_out_wgrad", False) and main_grad_of(weight) is not None):
+        if ahead or (getattr(weight, TIED, False) and main_grad_of(weight) is not None):
             name, passes = AHEAD if ahead else LOOKUPS, getattr(weight, PASSES, 0)
             if passes and passes * ids.numel() <= weight.shape[0] and getattr(weight, name, None) is None:
                 # A CUDA graph of a layer overwrites the gradient.

@@ -156,7 +156,7 @@ def _looked_up(weight, batches, contexts):
     """What backward passes of lookups add up to, in a rank with two shards."""
     for ids, dy in batches:
         embedding.lookup(weight, ids, None, contexts).backward(dy)
-    if weight.zero_out_wgrad:
+    if hasattr(weight, embedding.TIED):
         return weight.lookup_gradient
     return torch.stack([weight.main_grad, *getattr(weight, CONTEXTS)])
 
