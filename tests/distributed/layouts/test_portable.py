@@ -14,6 +14,7 @@ from tests.distributed.layouts.rows import (
     PORTABLE_LATENT,
     PORTABLE_NEXT,
     PORTABLE_SMALL,
+    PORTABLE_YARN,
 )
 from tests.distributed.small_models import SHORTEST
 
@@ -169,8 +170,8 @@ def _not_stated(scenario, *words: str) -> list[str]:
 @pytest.mark.release
 @pytest.mark.parametrize(
     "model",
-    (PORTABLE_SMALL, PORTABLE_EXPERTS, PORTABLE_LATENT, PORTABLE_NEXT),
-    ids=("dense", "experts", "latent", "delta"),
+    (PORTABLE_SMALL, PORTABLE_EXPERTS, PORTABLE_LATENT, PORTABLE_YARN, PORTABLE_NEXT),
+    ids=("dense", "experts", "latent", "yarn", "delta"),
 )
 def test_a_run_has_stated_operations_only(scenario, model):
     assert _not_stated(scenario, model) == []
