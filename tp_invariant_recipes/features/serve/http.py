@@ -15,6 +15,7 @@ from socket import socket
 from typing import Any
 
 import uvicorn
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -174,7 +175,7 @@ async def _complete(
     if asked.body.stream:
         return StreamingResponse(_streamed(backend, answer), media_type="text/event-stream")
     await answered(request, opened, backend, _completed(backend, opened, asked.body.first))
-    return JSONResponse(answer.whole())
+    return Response(to_json(answer.whole()), media_type="application/json")  # json takes four times as long
 
 
 async def _score(service: Service, request: Request, body: Any) -> Response:
