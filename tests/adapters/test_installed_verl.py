@@ -4,12 +4,15 @@
 import asyncio
 import importlib.util
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.adapters import recorded, verl_toy
+from tests.adapters import recorded, verl_toy, verl_trainer
 from tests.adapters.verl_toy import ANSWERS, PROMPTS, RESPONSE, Batch
 from tests.distributed.ranks import on_ranks
 
@@ -142,6 +145,38 @@ def test_verls_servers_and_clients_on_ray(folder, monkeypatch):
             assert [number for output in outputs for number in output.log_probs] == old
     finally:
         ray.shutdown()
+
+
+# Of verl 0.9.1: the trainer that it deprecates, and its default, whose queue of batches is a package of its own.
+TRAINERS = (
+    ("trainer.use_v1=false",),
+    ("trainer.use_v1=true", "transfer_queue.backend.SimpleStorage.num_data_storage_units=1"),
+)
+
+
+@pytest.mark.parametrize("overrides", TRAINERS, ids=("v0", "v1"))
+def test_verls_trainer_reports_no_difference_over_five_updates(tmp_path, overrides):
+    """`verl.trainer.main_ppo` itself; these numbers are verl's."""
+    root = str(Path(__file__).parents[2])
+    modules = "tests.adapters.verl_trainer,tp_invariant_recipes.adapters.verl"
+    environment = {
+        "PYTHONPATH": root, "VERL_USE_EXTERNAL_MODULES": modules, "NVTE_TP_INVARIANT_MODE": "1",
+        "TPI_NUMERICS": "portable", "RAY_AUTH_MODE": "disabled",
+    }  # fmt: skip
+    words = ["--config-name=ppo_megatron_trainer", *verl_trainer.make(tmp_path), *overrides]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *words, f"trainer.total_training_steps={UPDATES}"]
+    done = subprocess.run(
+        command, env=os.environ | environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
+    lines = re.findall(r"step:\d+ - .*", done.stdout)
+    assert len(lines) == UPDATES, done.stdout[-3000:] + done.stderr[-3000:]
+    for line in lines:
+        found = dict(re.findall(r"([\w/]+):(?:np\.float64\()?([-+.\de]+)", line))
+        names = ("training/rollout_probs_diff_max", "rollout_corr/log_ppl_abs_diff", "actor/ppo_kl")
+        assert [float(found[name]) for name in names] == [0, 0, 0]
+        assert float(found["training/rollout_probs_diff_valid"]) == 1
+        assert float(found["actor/grad_norm"]) > 0
+    assert len({line.partition("actor/entropy:")[2][:12] for line in lines}) == UPDATES
 
 
 def shape(function):

@@ -75,13 +75,9 @@ class Backend:
     """
 
     def __init__(
-        self,
-        pipes: Sequence[Connection],
-        homes: int,
-        weights: Weights,
-        queue: int,
+        self, pipes: Sequence[Connection], homes: int, weights: Weights, queue: int,
         located: Callable[[str, int | None], Weights],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pipes, self.homes, self.weights, self.queue, self.located = pipes, homes, weights, queue, located
         self.state, self.reason, self.tokens = STARTING, "", 0  # tokens of the cache
         self.open: dict[str, Open] = {}

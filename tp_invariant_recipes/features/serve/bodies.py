@@ -319,9 +319,7 @@ class Prompts:
             before = sequences.conversation(self.codec, texts[: last + 1], answer=False)
             end = max((n for n, token in enumerate(before) if token in self.ends), default=None)
             if end is None or whole[: end + 1] != before[: end + 1]:
-                raise ValueError(
-                    "messages have token ids, and the chat template does not end an answer by an end token"
-                )
+                raise ValueError("messages have token ids, and the chat template ends answers by no end token")
             return sampled[: -1 if sampled[-1:] and sampled[-1] in self.ends else None] + whole[end:]
         except ValueError as error:
             raise Refused(400, str(error), "messages") from error

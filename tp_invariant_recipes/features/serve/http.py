@@ -164,9 +164,7 @@ def _event(value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-async def _complete(
-    kind: type[bodies.Completes], form: type[Answer], service: Service, request: Request, body: Any
-) -> Response:
+async def _complete(kind: Any, form: type[Answer], service: Service, request: Request, body: Any) -> Response:
     """Answer a route that completes prompts. kind: of its body. form: of its answer."""
     backend = service.backend
     asked = await _parsed(request, service.fitting.asked, kind, body)
@@ -198,7 +196,7 @@ async def _metrics(service: Service, request: Request, body: Any) -> Response:
 
 
 async def _act(
-    kind: type[bodies.Body], act: Callable[[Service, Any], Any], service: Service, request: Request, body: Any
+    kind: Any, act: Callable[[Service, Any], Any], service: Service, request: Request, body: Any
 ) -> Response:
     """Do what a body asks for, also where its client goes away. Answers what that gives, and the weights' version."""
     result = act(service, bodies.checked(kind, body))
