@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.unit.kernels.compiled import ptx
 from tp_invariant_recipes.kernels import clipped_adam, cross_entropy, delta_rule
-from tp_invariant_recipes.kernels.gemm import mxfp8, segmented_k_kernel
+from tp_invariant_recipes.kernels.gemm import grouped_gemm, mxfp8, segmented_k_kernel
 from tp_invariant_recipes.kernels.gemm import segmented_k_gemm as kernel
 from tp_invariant_recipes.kernels.gemm.fp8_tiles import UNFUSED
 from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2
@@ -204,3 +204,23 @@ def compiled_binary(pieces, dtype=BF16, out=FP32, scaled=segmented_k_kernel.UNSC
         },
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel.WARPS, **UNFUSED})
+
+
+def test_copied_tiles_of_experts_are_multiplied_by_the_same_steps_of_k():
+    """Hopper's tensor cores take 16 numbers of k at a time, whatever fetches them and however wide the tile is."""
+    pointers = ("x", "weights", "out", "offsets", "group", "first", "ends")
+    types = dict(zip(pointers, ("*bf16",) * 3 + ("*i64",) * 4, strict=True)) | {"rows": "i32"}
+    shape = {"N": 1536, "K": 2048, "W_ROW": 1, "W_COLUMN": 2048, "ALIGNED": True}
+    tiles = {"TILE_M": 128, "TILE_K": 64}
+    codes = [
+        ptx(
+            grouped_gemm._product, types, shape | tiles | {"COPIES": copies, "TILE_N": width}, num_warps=8,
+            num_stages=3, multiples_of_16=pointers,
+        )
+        for copies, width in ((False, 128), (True, 256))
+    ]  # fmt: skip
+    assert [{*re.findall(r"wgmma\.mma_async\S*n(\d+)k(\d+)", code)} for code in codes] == [
+        {("128", "16")},
+        {("256", "16")},
+    ]
+    assert ["cp.async.bulk.tensor" in code for code in codes] == [False, True]
