@@ -244,6 +244,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
             FAILING_FIRST,
             JOINING,
             SILENT_HANDLER,
+            PROFILES,
             leaving(callbacks),
             MLFLOW_RUN,
             YAML_WRITER,
@@ -303,6 +304,22 @@ SILENT_HANDLER = Replacement(
     "megatron.bridge.training.utils.sig_utils:print_rank_0",
     lambda original: lambda message: None,
     "a handler that prints fails where it interrupts a print, and the checkpoint is lost",
+)
+
+
+def _in_the_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize(config: Any, tensorboard_dir: str | None) -> Any:
+        if tensorboard_dir is None and _mine is not None:
+            tensorboard_dir = str(_mine[0].logs)
+        return original(config, tensorboard_dir)
+
+    return initialize
+
+
+PROFILES = Replacement(
+    "megatron.bridge.training.train:initialize_pytorch_profiler",
+    _in_the_run,
+    "traces go to torch_profile beside TensorBoard's directory, and without one into the working directory",
 )
 
 MLFLOW_RUN = Replacement(

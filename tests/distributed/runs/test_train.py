@@ -147,3 +147,12 @@ def test_what_an_import_sets_does_not_keep_gpu_ranks_from_being_forked():
     before = {key: value for key, value in os.environ.items() if key != name}
     assert name in os.environ
     assert can_fork(before, probe=lambda: True)
+
+
+def test_a_profile_lies_in_the_run_directory(tpi):
+    """Without TensorBoard, too, beside whose directory Bridge writes it."""
+    profiled = "profiling.use_pytorch_profiler=true profiling.profile_step_start=1 profiling.profile_step_end=2"
+    tpi("train", *DENSE.split(), "iters=3", *profiled.split(), "run.dir=profiled", status=0)
+    assert [path.name for path in (tpi.folder / "profiled" / "torch_profile").iterdir()] == ["rank-0.json.gz"]
+    assert not (tpi.folder / "None").exists()
+    assert not (tpi.folder / "torch_profile").exists()
