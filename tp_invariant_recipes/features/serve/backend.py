@@ -220,10 +220,11 @@ class Backend:
                 self._close(mine)
 
     def abort(self, name: str | None, *, all: bool) -> None:
-        """End the requests of an id, or all. Raises Refused: neither is named, or both are."""
+        """End the requests of an id, those of its list included, or all. Raises Refused: neither is named, or both."""
         if (name is None) == (not all):
             raise Refused(400, "rid, abort_all: either an id, or true", "rid")
-        self.leave([each for each in self.open.values() if all or each.request.id == name], told=True)
+        ids = ((each, each.request.id) for each in self.open.values())
+        self.leave([each for each, id in ids if all or name in (id, id.rpartition("_")[0])], told=True)
 
     async def score(self, sequences: Sequence[ScoredSequence]) -> messages.Answer:
         """Return the lines of `tpi score`, and the version of the weights. Raises Refused."""

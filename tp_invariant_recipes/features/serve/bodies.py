@@ -267,7 +267,7 @@ class Prompts:
             if body.first is not None and (body.stream or not body.return_logprob):
                 text = "has no effect without return_logprob, and with stream; /score scores a prompt"
                 raise Refused(400, f"logprob_start_len: {text}", "logprob_start_len")
-            return body.text if body.input_ids is None else body.input_ids, "input_ids"
+            return (body.text, "text") if body.input_ids is None else (body.input_ids, "input_ids")
         if body.model is not None and body.model not in self.names:
             raise Refused(404, f"model: there is no {body.model!r:.80}; the server has {self.names[0]}", "model")
         if body.stream_options is not None and not body.stream:

@@ -155,6 +155,14 @@ def test_a_wrong_body_is_one_clear_error(server, route, body, status, key, text)
     assert good(client)
 
 
+@pytest.mark.parametrize("route, key", ((G, "text"), (G, "input_ids"), (C, "prompt")))
+def test_text_without_a_tokenizer_is_refused(route, key):
+    prompts = bodies.Prompts(None, 512, (), 4096, ("fake",))
+    with pytest.raises(server_.Refused, match=f"{key} is text, and there is no tokenizer") as refused:
+        prompts.asked(bodies.Generate if route == G else bodies.Completions, {key: ["a"]})
+    assert refused.value.key == key
+
+
 def test_every_key_is_documented():
     text = (PROJECT / "docs" / "serve.md").read_text()
     kinds = [*vars(bodies).values()]

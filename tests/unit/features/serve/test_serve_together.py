@@ -153,6 +153,11 @@ def test_one_of_a_list_is_aborted():
         thread.join()
         reasons = [one["meta_info"]["finish_reason"]["type"] for one in results[0].json()]
         assert reasons == ["abort", "length"]
+        thread = slow(client, results, tokens=4000, input_ids=[[SLOW], [SLOW]], rid="a")  # their ids are a_0 and a_1
+        until(lambda: len(rank.samples) == 2)
+        ask(client, "/abort_request", rid="a")
+        thread.join(5)
+        assert [one["meta_info"]["finish_reason"]["type"] for one in results[-1].json()] == ["abort", "abort"]
 
 
 def test_a_client_that_leaves_before_its_requests_begin():
