@@ -170,7 +170,8 @@ class OpenAI(Answer):
         return choice, len(text)
 
     def _logprobs(self, tokens: Sequence[int], values: Sequence[float]) -> Part:
-        texts = [self.codec.decode([token]) if self.codec else f"token_id:{token}" for token in tokens]
+        codec = None if self.body.return_tokens_as_token_ids else self.codec
+        texts = [codec.decode([token]) if codec else f"token_id:{token}" for token in tokens]
         if self.chat:
             rows = zip(texts, values, strict=True)
             return {

@@ -143,12 +143,13 @@ class Generate(Completes):
 
 
 class OpenAI(Completes, Draws):
-    """What OpenAI's routes share, with vLLM's key for token ids."""
+    """What OpenAI's routes share, with vLLM's keys for token ids, which NeMo Gym sends."""
 
     model: str | None = None
     new: Tokens = Field(16, alias="max_tokens")
     stream_options: dict[Literal["include_usage"], bool] | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
 
 class Completions(OpenAI):

@@ -132,6 +132,10 @@ def test_completions_of_openai(server):
         "tokens": ["A", "B"], "token_logprobs": [-0.125, -0.25], "top_logprobs": None, "text_offset": [0, 1],
         "bits": ["be000000", "be800000"],
     }  # fmt: skip
+    named = ask(client, "/v1/completions", prompt=[65], return_tokens_as_token_ids=True, **keys)
+    assert named["choices"][0]["logprobs"]["tokens"] == [
+        f"token_id:{token}" for token in named["choices"][0]["token_ids"]
+    ]
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     assert (answer["object"], answer["model"], answer["weight_version"]) == ("text_completion", "fake", "v0")
 
