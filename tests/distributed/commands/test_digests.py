@@ -173,7 +173,7 @@ def test_a_lost_shard_is_refused(tpi):
 
     refused = tpi("train", *SMALL.split(), "tp=2", "run.dir=run", before=lose, status=2)
     assert re.search(
-        r"digests of gradients are not possible:\s+\S+: the ranks' parts do not cover its shape", refused.stderr
+        r"digests of weights are not possible:\s+\S+: the ranks' parts do not cover its shape", refused.stderr
     )
     assert "ledger.digests=0" in refused.stderr
 

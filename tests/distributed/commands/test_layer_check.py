@@ -112,4 +112,4 @@ def test_a_mistake_is_one_message(shared, run, arguments):
 def test_only_portable_runs_can_be_recomputed(shared):
     assert shared("train", *SMALL[:1], *SMALL[2:], "numerics=tree", "run.dir=tree").status == 0
     done = shared("check", "tree", "--step", "2", "--module", FC2, status=2)
-    assert "a run of numerics=tree, whose bits no CPU can compute; numerics=portable states them" in done.stderr
+    assert "a run of numerics=tree, whose bits no CPU can compute; numerics=portable specifies them" in done.stderr
