@@ -40,15 +40,16 @@ def with_room(original: type) -> type:
                 for dispatcher in _dispatchers(model):
                     dispatcher.room = Room(self.lacking)
                     self.rooms.append(dispatcher.room)
-            biases = [value for chunk in model for name, value in chunk.named_buffers() if name.endswith(BIASES)]
-            before = [bias.clone() for bias in biases]
+                buffers = [pair for chunk in model for pair in chunk.named_buffers()] if self.rooms else []
+                self.biases = [value for name, value in buffers if name.endswith(BIASES)]
+            before = [bias.clone() for bias in self.biases]
             result = super().__call__(**kwargs)
             while self.rooms and self.cuda_graph[TRAINING] is not None:
                 dist.all_reduce(self.lacking, dist.ReduceOp.MAX)
                 if not self.lacking:  # waits for the step
                     break
                 del result
-                for bias, value in zip(biases, before, strict=True):
+                for bias, value in zip(self.biases, before, strict=True):
                     bias.copy_(value)
                 self._prepare(model)
                 again = iter(full_cuda_graph.StaticBufferLoader.static_buffers[TRAINING])
