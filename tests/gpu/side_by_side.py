@@ -65,6 +65,7 @@ class Run:
 
     after:   runs that must have ended well before. resumes: one of them, of whose directory this run takes a copy to go
              on with.
+    margin:  of the slots for experts in its graphs; below 1 the first step in one lacks slots. None: the usual one.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Run:
     gpus: int
     after: tuple[str, ...] = ()
     resumes: str | None = None
+    margin: float | None = None
 
     def arguments(self) -> list[str]:
         """The command line of tpi."""
@@ -169,7 +171,7 @@ def train_all(folder: Path, runs: list[Run], names: list[str], before: Callable[
                 if run.resumes is not None:
                     shutil.copytree(folder / run.resumes, folder / run.name)
                 more = WITH_GLOO[: 1 if run.scores else None] if len({*mine}) < len(mine) else ()
-                process = tpi.start(*run.arguments(), *more, SHARING, before=_on(mine, before))
+                process = tpi.start(*run.arguments(), *more, SHARING, before=_on(mine, before, run.margin))
                 going[run.name] = process, mine, time.monotonic()
         assert going or len(waiting) < before_this, f"{[run.name for run in waiting]} can never start"
         for name, (process, mine, begun) in list(going.items()):
@@ -193,9 +195,13 @@ def _room(free: dict[str, int], ranks: int) -> list[str]:
     return (having * each)[:ranks] if len(having) * each >= ranks else []
 
 
-def _on(mine: list[str], before: Callable[[], None]) -> Callable[[], None]:
+def _on(mine: list[str], before: Callable[[], None], margin: float | None) -> Callable[[], None]:
     def planted() -> None:
         end_with_parent()
+        if margin is not None:
+            from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
+
+            token_dispatcher.MARGIN = margin
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(mine))
         if len({*mine}) < len(mine):
             _gpus_are_shared(len({*mine}))
