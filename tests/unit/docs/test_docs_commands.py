@@ -28,12 +28,9 @@ SPANS = [(document.name, span) for document in DOCUMENTS for span in document.sp
 # Options of other programs that the documents name.
 FOREIGN = {
     "--device",  # scripts/make-certificates
-    "--imports",  # scripts/measure-starts
     "--list",  # scripts/gpu
     "--password",  # of a program that tpi redacts
     "--regen-all",  # pytest-regressions
-    "--repeat",
-    "--tp",
     # sbatch's and srun's
     "--array", "--comment", "--cpus-per-task", "--exclusive", "--gres", "--mail-type", "--mem", "--nodes", "--parsable",
     "--requeue", "--reservation", "--signal", "--mpi", "--container-writable",
