@@ -91,7 +91,16 @@ def graphs(margin: float, blind: bool = False):
     return plant
 
 
-@pytest.mark.parametrize("more", ("", f"{OVERLAP} {BIASES}"), ids=("plain", "overlap and biases"))
+@pytest.mark.parametrize(
+    "more",
+    (
+        "",
+        f"{OVERLAP} {BIASES}",
+        pytest.param("validation.eval_interval=2 validation.eval_iters=1 model.mtp_num_layers=1 "
+            "model.mtp_loss_scaling_factor=0.1 model.moe_expert_capacity_factor=1.0", marks=pytest.mark.release),
+    ),
+    ids=("plain", "overlap and biases", "validation, MTP, capacity"),
+)  # fmt: skip
 def test_a_run_has_the_ledger_of_one_without_graphs(scenario, more):
     """Steps 4 to 7 are in graphs; with a margin below 1 the first of them is void, and computed again."""
     run = scenario(EXPERTS, more)
