@@ -75,7 +75,6 @@ class AuditDir(RunDir):
     """A directory with one run directory for each training of an audit."""
 
     result = File("audit.json")  # what the audit found
-    page = File("audit.html")  # the same to look at
     card = File("card.yaml")  # of an audit of a resume: fields of a verification card
 
     def training(self, name: str) -> AuditedRun:
@@ -88,7 +87,6 @@ class CampaignDir(RunDir):
     """A directory of `tpi audit --all`."""
 
     result = File("audits.json")  # every audit, and the faults that they found
-    page = File("audits.html")  # the same to look at
     texts = File("texts")  # data whose masks lie unevenly
 
     def trial(self, number: int) -> Path:

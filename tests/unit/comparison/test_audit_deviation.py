@@ -238,7 +238,7 @@ def test_recordings_are_judged_by_the_command(tmp_path, judged, cli):
     assert ended.status == 1
     assert "not compared" not in ended.out
     assert "beyond rounding: the output of decoder.layers.0.mlp [64, 32] is" in ended.out
-    assert "constant ratio 2 (added twice)" in (tmp_path / "a/audit.html").read_text()
+    assert "constant ratio 2 (added twice)" in (tmp_path / "a/audit.json").read_text()
 
 
 def test_a_verdict_within_rounding_counts_what_was_not_compared(tmp_path, judged, cli):
@@ -250,7 +250,7 @@ def test_a_verdict_within_rounding_counts_what_was_not_compared(tmp_path, judged
     ended = cli(*words, str(tmp_path / "b"))
     assert ended.status == 0
     assert "; 1 tensor not compared" in ended.out
-    assert "; 1 tensor not compared" in (tmp_path / "b/audit.html").read_text()
+    assert "; 1 tensor not compared" in (tmp_path / "b/audit.json").read_text()
 
 
 def test_the_values_of_dumps_are_read_exactly(tmp_path):

@@ -149,7 +149,7 @@ def audited(
     try:
         every = {**references}
         if at is None:
-            result = workflow.execute(planned, watch, keep=True, page=False, references=every)
+            result = workflow.execute(planned, watch, keep=True, references=every)
             trained = {key: run for key, run in every.items() if key not in references}
             verdict, text = result.verdict, result.words.partition(": ")[2]
             facts["known"] = result.known
@@ -161,7 +161,7 @@ def audited(
                     "ranks": f"{', '.join(map(str, first.ranks))} of {first.all_ranks}",
                 }
         else:
-            judged = resume.execute(planned, watch, keep=True, page=False)
+            judged = resume.execute(planned, watch, keep=True)
             verdict, text = judged.verdict, judged.words.partition(": ")[2]
             facts["known"] = judged.known
             facts["first"] = next((f"{state.kind} {state.name}" for state in judged.lost), None)

@@ -19,7 +19,6 @@ from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
 from tp_invariant_recipes.features.audit import configurations, rank, resume, script, workflow
-from tp_invariant_recipes.features.audit import page as audit_page
 from tp_invariant_recipes.features.audit.audit_run import ConcurrentRuns, audited, concurrency
 from tp_invariant_recipes.features.audit.configurations import Configuration, Configurations, Covering, shrunk
 from tp_invariant_recipes.features.audit.result import BEYOND, AuditRun, CampaignResult, ShrunkFault
@@ -254,7 +253,6 @@ class Campaign:
             resume_at=self.state.resume_at,
         )
         self.where.write(self.where.result, result.as_json())
-        self.where.write_text(self.where.page, audit_page.campaign(result))
         return result
 
 

@@ -33,7 +33,7 @@ _KINDS = {
     "updates": "update",
     "reports": "report",
 }
-_ROWS = 40  # of the table on a terminal; the page has all
+_ROWS = 40  # of the table on a terminal; audit.json has all
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)|(?<=rank )[0-9]+")  # of a layer or an expert, or of a rank that failed
 
 
@@ -104,7 +104,7 @@ class AuditResult(Result):
         if self.omitted:
             count = plural(len(self.omitted), "tensor")
             yield Text(f"not compared: {count} that one of the two lacks, such as {self.omitted[0]}", style="dim")
-        yield Text(f"all tensors: {self.directory}/audit.html", style="dim")
+        yield Text(f"all tensors: {self.directory}/audit.json", style="dim")
 
     def _table(self) -> Table:
         """Return the modules that are outside rounding-error tolerance, then the furthest of the others."""
@@ -239,7 +239,7 @@ class CampaignResult(Result):
                 yield f"    torchrun --standalone {finding.script}"
         yield from (f"not tried: {setting}: {reason}" for setting, reason in self.refused.items())
         count, faults = plural(len(self.trials), "audit"), plural(len(self.findings), "fault")
-        yield f"{faults} in {count} of {self.pairs - self.pending} pairs; {self.directory}/audits.html"
+        yield f"{faults} in {count} of {self.pairs - self.pending} pairs; {self.directory}/audits.json"
 
 
 def blind_line(tensor: TensorDeviation) -> str:

@@ -117,12 +117,10 @@ def check(audit: ResumeAudit) -> None:
     train.check(audit.first)
 
 
-def execute(
-    audit: ResumeAudit, watch: Watch, *, keep: bool = False, card: bool = False, page: bool = True
-) -> ResumeResult:
+def execute(audit: ResumeAudit, watch: Watch, *, keep: bool = False, card: bool = False) -> ResumeResult:
     """Train both, and judge; train the first once more where only its own repetition tells. Raises RunError.
 
-    keep: keep the run directories even of a whole resume. card: write `card.yaml`. page: write `audit.html`.
+    keep: keep the run directories even of a whole resume. card: write `card.yaml`.
     """
     begun = time.monotonic()
     with locked_empty(audit.directory):
@@ -142,7 +140,7 @@ def execute(
         facts |= {"graphs": (captured.was, captured.now)} if captured else {}
         facts |= {"card": str(audit.directory.card)} if card else {}
         result = _result(audit, trainings[0], lost, changed, apart, facts)
-        _write(audit, result, page=page)
+        _write(audit, result)
         if not (result.exit_status or keep):
             for name in TRAININGS:
                 shutil.rmtree(audit.directory.training(name).path, ignore_errors=True)
@@ -216,7 +214,7 @@ def _result(
     return ResumeResult(audit.directory.path, audit.at, audit.steps[-1], verdict, words, *parts, known, facts)
 
 
-def _write(audit: ResumeAudit, result: ResumeResult, *, page: bool) -> None:
+def _write(audit: ResumeAudit, result: ResumeResult) -> None:
     where = audit.directory
     where.write(where.result, result.as_json())
     if "card" in result.facts:
@@ -224,7 +222,3 @@ def _write(audit: ResumeAudit, result: ResumeResult, *, page: bool) -> None:
         losses = {line.step: bits_float(line.loss) for line in ledger.steps if line.loss is not None}
         device = str(ledger.header.device["name"]) if audit.first.device == "gpu" else "CPU"
         where.write(where.card, result.card_item(device, str(audit.first.config.mixed_precision or "fp32"), losses))
-    if page:
-        from tp_invariant_recipes.report.page import html, write
-
-        write(where.page, html("resume.html.j2", title=result.words, result=result).encode())

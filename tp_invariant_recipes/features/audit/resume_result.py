@@ -126,7 +126,7 @@ class ResumeResult(Result):
             yield f"{graphs[0]} CUDA graphs before, {graphs[1]} after the resume: they are captured anew"
         if card := self.facts.get("card"):
             yield f"card: {card}"
-        yield Text(f"all states: {self.directory}/audit.html", style="dim")
+        yield Text(f"all states: {self.directory}/audit.json", style="dim")
 
     def card_item(self, device: str, precision: str, losses: Mapping[int, float]) -> dict[str, Any]:
         """Return `checkpoint_resume` as a verification card of Megatron-Bridge has it, with no tolerance."""

@@ -3,7 +3,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shlex
@@ -203,13 +202,12 @@ def execute(
     *,
     keep: bool = False,
     references: MutableMapping[str, AuditedRun] | None = None,
-    page: bool = True,
 ) -> AuditResult:
     """Train both, and judge. Raises RunError.
 
     keep: keep the run directories even if nothing is outside rounding-error tolerance.
     references: trained by other audits, by `reference_key`. An equal one is not trained again; one that is trained
-    joins them. page: write `audit.html`.
+    joins them.
     """
     begun = time.monotonic()
     with locked_empty(audit.directory):
@@ -225,7 +223,7 @@ def execute(
             "bytes": sum(file.stat().st_size for run in runs for file in run.path.rglob("*.safetensors")),
             "seconds": round(time.monotonic() - begun, 1),
         }
-        result = report(audit.directory, deviations, omitted, described, audit.audited.config, page=page)
+        result = report(audit.directory, deviations, omitted, described, audit.audited.config)
         if not (result.exit_status or keep):
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -297,10 +295,8 @@ def report(
     omitted: Sequence[str],
     facts: Mapping[str, Any],
     config: RunConfig | None = None,
-    *,
-    page: bool = True,
 ) -> AuditResult:
-    """Judge, and write `audit.json` and `audit.html`.
+    """Judge, and write `audit.json`.
 
     facts: of the trainings or recordings. config: of the audited run; None: of a program with a loop of its own.
     """
@@ -319,13 +315,6 @@ def report(
     parts = tuple(deviations), tuple(omitted), spots, known, facts, made()
     result = AuditResult(where.path, verdict, words, *parts)
     where.write(where.result, result.as_json())
-    if page:
-        for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
-            logging.getLogger(name).setLevel(logging.WARNING)
-        from tp_invariant_recipes.features.audit import page as audit_page
-        from tp_invariant_recipes.report.page import write
-
-        write(where.page, audit_page.page(result).encode())
     return result
 
 
