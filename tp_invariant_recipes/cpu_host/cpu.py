@@ -160,6 +160,7 @@ TORCH = (
     _cuda("get_rng_state", _instead(_get_rng_state), _RNG),
     _cuda("set_rng_state", _instead(_set_rng_state), _RNG),
     Replacement("torch.cuda.random:get_rng_state", _instead(_get_rng_state), _RNG),
+    Replacement("torch:Tensor.record_stream", _instead(lambda *_: None), _NO_STREAM),
     Replacement("torch.nn:Module.cuda", lambda original: lambda self, *a, **k: self, _NO_DEVICE),
 )  # fmt: skip
 

@@ -97,6 +97,7 @@ MODEL = section(
     row(ANY, "~cpu_offloading_num_layers ~delay_offload_until_cuda_graph "
         "~fine_grained_offloading_max_inflight_offloads ~min_offloaded_tensor_size ~offload_modules",
         "read with cpu_offloading or fine_grained_activation_offloading alone"),
+    row(ANY, "~overlap_moe_expert_parallel_comm", "layers add in the same order in Megatron's combined schedule"),
     row(ANY, "high_priority_a2a_comm_stream", "read with overlap_moe_expert_parallel_comm alone"),
     row(ANY, "keep_mtp_spec_in_bf16", "neither Bridge nor Megatron-Core reads it"),
     row(ANY, "inference_cuda_graph_scope ~inference_grouped_gemm_backend moe_pad_experts_for_cuda_graph_inference",
@@ -116,7 +117,7 @@ MODEL = section(
     row(_OFF, "~moe_router_fusion", "the invariant router has no fused version", adjust_to=False),
     row(_OFF, "moe_router_force_load_balancing", "it is a benchmark's: the model's own router decides",
         adjust_to=False),
-    row(_OFF, "~tp_comm_overlap delay_wgrad_compute ~overlap_moe_expert_parallel_comm "
+    row(_OFF, "~tp_comm_overlap delay_wgrad_compute "
         "~overlap_dispatch_backward_with_experts_wgrad ~moe_shared_expert_overlap defer_embedding_wgrad_compute",
         "the invariant sums have an exchange of their own", adjust_to=False),
     row(_OFF, "~cross_entropy_loss_fusion ~use_grouped_gemm_for_shared_expert moe_single_grouped_weight "
@@ -153,7 +154,7 @@ LAYERS_OFF = (
 EXPERTS_HOW = (
     *("moe_router_force_load_balancing", "moe_router_fusion", "moe_router_padding_for_quantization"),
     *("moe_router_padding_for_fp8", "moe_shared_expert_overlap", "moe_paged_stash", "moe_single_grouped_weight"),
-    *("use_grouped_gemm_for_shared_expert", "overlap_moe_expert_parallel_comm", "use_te_activation_func"),
+    *("use_grouped_gemm_for_shared_expert", "use_te_activation_func"),
 )
 # All fields that replace the invariant experts' sums, orders or modules by others.
 EXPERTS_OFF = (

@@ -115,8 +115,11 @@ ROWS = (
         settings=("data_shards", "context_shards")),
     ReplacementRow("megatron.core.distributed:DistributedDataParallel._make_backward_post_hook",
         "numerics.megatron.data_parallel:recording_model", _SHARD_ENDS),
-    ReplacementRow("megatron.core.pipeline_parallel.schedules:backward_step",
-        "numerics.megatron.data_parallel:ending_a_micro_batch", _SHARD_ENDS),
+    *(
+        ReplacementRow(f"megatron.core.pipeline_parallel.{step}",
+            "numerics.megatron.data_parallel:ending_a_micro_batch", _SHARD_ENDS)
+        for step in ("schedules:backward_step", "combined_1f1b:combined_forward_backward_step")
+    ),
     ReplacementRow("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
         "numerics.megatron.data_parallel:tree_over_ranks", "collectives add in an order of their own"),
     ReplacementRow("megatron.core.distributed:DistributedDataParallel.finish_grad_sync",

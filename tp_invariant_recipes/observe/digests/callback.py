@@ -239,7 +239,8 @@ class Digests(AroundOptimizerStep):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Make the plan. Raises RunError, on every rank alike: also if what is loaded is not what was saved."""
-        self._whole_steps = context.state.cfg.model.cuda_graph_impl == FULL
+        model = context.state.cfg.model
+        self._whole_steps = model.cuda_graph_impl == FULL or model.overlap_moe_expert_parallel_comm
         plan = self.plan = DigestPlan.of(context.model, context.optimizer, self._experts)
         self.queue = Queue(plan.device, self._tell, self._is_read)
         step = context.state.train_state.step
@@ -263,7 +264,9 @@ class Digests(AroundOptimizerStep):
             self.queue.merge()
             self.queue.report()
         elif step is not None and self._whole_steps:
-            self._start()  # a graph of the step calls no hook, and updates experts' biases before the optimizer's step
+            # A graph of the step and the combined schedule call no hook. They update experts' biases before the
+            # optimizer's step.
+            self._start()
         elif step is not None:
             if self._is_state_due(step) and not self.plan.moments.known:
                 self.plan.moments_now()  # asks all ranks, which a forward pass must not

@@ -238,8 +238,13 @@ def from_slots(y: Tensor, plan: Route) -> Tensor:
 
 
 def exchange(rows: Tensor, plan: Route, owners: ExpertHosts, *, home: bool) -> Tensor:
-    """Return this rank's slots → rows of this rank's batches; with `home` the inverse. rows: [m or r, …]."""
+    """Return this rank's slots → rows of this rank, as they arrive; with `home` the inverse. rows: [m or r, …]."""
     return rows if owners.group is None else _Exchange.apply(rows, plan, owners, home)
+
+
+def reordered(rows: Tensor, plan: Route, *, home: bool) -> Tensor:
+    """Return this rank's rows as they arrive → in the order of its batches; with `home` the inverse. rows: [r, …]."""
+    return rows if plan.sorted is None else _Reordered.apply(rows, plan, home)
 
 
 class _ToSlots(LayerFunction):
@@ -279,10 +284,20 @@ class _Exchange(LayerFunction):
 
 def _moved(rows: Tensor, plan: Route, owners: ExpertHosts, home: bool) -> Tensor:
     send, receive = (plan.receive, plan.send) if home else (plan.send, plan.receive)
-    leaving = rows[plan.arrived] if home else rows.contiguous()
     arriving = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(arriving, leaving, receive, send, group=owners.group)
-    return arriving if home else arriving[plan.sorted]
+    dist.all_to_all_single(arriving, rows.contiguous(), receive, send, group=owners.group)
+    return arriving
+
+
+class _Reordered(LayerFunction):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, plan: Route, home: bool) -> Tensor:
+        ctx.indices = (plan.sorted, plan.arrived) if home else (plan.arrived, plan.sorted)
+        return rows[ctx.indices[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0][ctx.indices[0]], None, None
 
 
 class InvariantTokenDispatcher(MoETokenDispatcher):
@@ -307,19 +322,23 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
         return to_slots(tokens.reshape(-1, self.shape[-1]), probs, self.plan)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots → rows of the batches."""
+        """Slots → rows as they arrive."""
         return tuple(exchange(part, self.plan, self.owners, home=False) for part in (hidden_states, probs))  # type: ignore[return-value]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Batches, Tensor]:
-        """Return the rows unchanged, and their batches instead of Megatron's number of tokens for each expert."""
+        """Rows as they arrive → rows of the batches, and these instead of Megatron's number of tokens for each expert.
+
+        Megatron's combined schedule frees what arrives: the experts keep these copies.
+        """
+        hidden_states, probs = (reordered(part, self.plan, home=False) for part in (hidden_states, probs))
         return hidden_states, self.plan.batches, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the rows: with expert tensor parallelism of 1 there is no sum."""
-        return hidden_states
+        """Rows of the batches → in the order in which they arrived. Expert tensor parallelism of 1 has no sum."""
+        return reordered(hidden_states, self.plan, home=True)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Rows of the batches → slots."""
+        """Rows as they arrived → slots."""
         return exchange(hidden_states, self.plan, self.owners, home=True)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
