@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from tp_invariant_recipes.check import cuda_graphs, fsdp, layout, recording, relations
+from tp_invariant_recipes.check import combined_schedule, cuda_graphs, fsdp, layout, recording, relations
 from tp_invariant_recipes.check import finetuning as finetuning_rules
 from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.check.rule import Rule, broken_rules, value_of
@@ -114,8 +114,8 @@ RECIPE_RULES = tuple(Rule(test, needs=lambda t: t.recipe.name is not None) for t
 
 # In the order of messages.
 RULES: tuple[Rule[RunConfig], ...] = (
-    *layout.RULES, *relations.RULES, *fsdp.RULES, *invariance.RULES, *cuda_graphs.RULES, *relations.PRECISION_RULES,
-    *recording.RULES, *recording.GUARD_RULES, *VARIABLE_RULES, *SECRET_RULES, *RECIPE_RULES,
+    *layout.RULES, *relations.RULES, *fsdp.RULES, *invariance.RULES, *combined_schedule.RULES, *cuda_graphs.RULES,
+    *relations.PRECISION_RULES, *recording.RULES, *recording.GUARD_RULES, *VARIABLE_RULES, *SECRET_RULES, *RECIPE_RULES,
     *finetuning_rules.EXAMPLE_RULES, *finetuning_rules.ADAPTER_RULES, *relations.WEIGHTS_RULES,
 )  # fmt: skip
 

@@ -143,7 +143,9 @@ RULES: tuple[Rule[RunConfig], ...] = (
      "model.cuda_graph_modules"),
     _row((TE,), lambda t: t.model.get("cpu_offloading"),
      "activations that are moved to the host cannot be captured", "model.cpu_offloading=false"),
-    _row((TE,), lambda t: t.model.get("overlap_moe_expert_parallel_comm") and _captures(t, "moe", "mlp"),
+    _row((TE,), lambda t: t.overlaps() and t.numerics.invariant, "layers that are taken apart have no graphs of their "
+     "own", "cuda_graph=full or off"),
+    _row((TE,), lambda t: t.overlaps() and _captures(t, "moe", "mlp"),
      "moe and mlp cannot be captured with overlapped expert communication",
      "model.overlap_moe_expert_parallel_comm=false, or other model.cuda_graph_modules"),
     _row((TE,), lambda t: _captures(t, "moe") and _captures(t, "moe_router", "moe_preprocess"),

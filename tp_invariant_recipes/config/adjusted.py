@@ -261,6 +261,8 @@ ROWS: tuple[Adjustment, ...] = (
     _row("megatron.core.activations.fast_gelu", "the bias' fused GELU is this one", "model.activation_func",
          lambda t, was: _fuses_bias(t) and str(was).endswith(".gelu")),
     _row(False, "the layer itself has added its bias", "model.bias_activation_fusion", lambda t, was: _fuses_bias(t)),
+    _row(False, "whether it is faster depends on the machine", f"model.{run_config.COMBINED} "
+         f"{run_config.OVERLAPS}.{run_config.COMBINED}", lambda t, was: was),
     _row("alltoall", _DISPATCH, "model.moe_token_dispatcher_type", lambda t, was: was == "flex"),
     _row(False, "it changes the sums' order", "model.apply_rope_fusion",
          lambda t, was: was and model_rules.is_mla(t)),

@@ -227,8 +227,8 @@ COMM_OVERLAP = section(
     row(OFF, "tp_comm_overlap", _OVERLAP, adjust_to=False),
     row(Values(lambda value: not value, "{key}=null"), "tp_comm_overlap_cfg overlap_p2p_comm batch_p2p_comm "
         "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step align_param_gather "
-        "bucket_size defer_embedding_wgrad_compute wgrad_deferral_limit overlap_moe_expert_parallel_comm "
-        "delay_wgrad_compute", _OVERLAP, adjust_to=None),
+        "bucket_size defer_embedding_wgrad_compute wgrad_deferral_limit delay_wgrad_compute", _OVERLAP, adjust_to=None),
+    row(ANY, "~overlap_moe_expert_parallel_comm", "layers add in the same order in Megatron's combined schedule"),
     row(ANY, "tp_comm_bootstrap_backend data_parallel_size", _SWITCHED_OFF),
 )  # fmt: skip
 

@@ -41,6 +41,8 @@ class Layout:
 # What Megatron-FSDP shards over data-parallel ranks: nothing; masters and moments; gradients, too; weights, too.
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FSDP_FORMAT = "fsdp_dtensor"  # of its checkpoints
+OVERLAPS = "comm_overlap"  # a section whose fields replace the model's where a run has it
+COMBINED = "overlap_moe_expert_parallel_comm"
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ class RunConfig(OwnSections):
     def train(self) -> dict[str, Any]:
         """The fields of Bridge's TrainingConfig."""
         return self.section("train")
+
+    def overlaps(self, field: str = COMBINED) -> bool:
+        """Whether Megatron's combined schedule overlaps the all-to-alls of experts with the next micro-batch."""
+        return bool((self.section(OVERLAPS) or self.model).get(field))
 
     @property
     def mixed_precision(self) -> Any:

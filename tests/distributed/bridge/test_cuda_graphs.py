@@ -99,6 +99,11 @@ TE = (
     ),
     ("qwen3_toy", {"model.cpu_offloading": True}, "model.cpu_offloading=false"),
     ("qwen3_toy", {"model.overlap_moe_expert_parallel_comm": True}, "model.overlap_moe_expert_parallel_comm=false"),
+    (
+        "qwen3_moe_toy",
+        {"model.overlap_moe_expert_parallel_comm": True, "model.cuda_graph_modules": ["attn"], "numerics.mode": "tree"},
+        "cuda_graph=full or off",
+    ),
     ("qwen3_toy", {"rng.te_rng_tracker": False}, "rng.te_rng_tracker=true"),
     ("qwen3_toy", {"model.use_te_rng_tracker": None}, "model.use_te_rng_tracker=true"),
     ("qwen3_toy", {"model.cuda_graph_warmup_steps": 0}, "model.cuda_graph_warmup_steps=0: must be"),

@@ -227,8 +227,8 @@ EXPERTS, or_stock: qwen3_moe_toy numerics=tree
         model.moe_token_dispatcher_type=flex | model.moe_router_force_load_balancing=1 | model.moe_router_fusion=1 |
         model.moe_router_padding_for_quantization=1 | model.moe_router_padding_for_fp8=1 |
         model.moe_shared_expert_overlap=1 | model.moe_paged_stash=1 | model.moe_single_grouped_weight=1 |
-        model.use_grouped_gemm_for_shared_expert=1 | model.overlap_moe_expert_parallel_comm=1 |
-        model.use_te_activation_func=1 | model.moe_input_jitter_eps=0.5 | model.moe_router_force_biased=1 |
+        model.use_grouped_gemm_for_shared_expert=1 | model.use_te_activation_func=1 |
+        model.moe_input_jitter_eps=0.5 | model.moe_router_force_biased=1 |
         model.moe_enable_routing_replay=1 | model.moe_apply_probs_on_input=1 |
         model.moe_expert_rank_capacity_factor=1 | model.moe_mlp_glu_interleave_size=1 |
         model.overlap_dispatch_backward_with_experts_wgrad=1
@@ -237,9 +237,32 @@ EXPERTS, or_stock: qwen3_moe_toy numerics=tree
     taken_fields: model.moe_router_force_load_balancing=false model.moe_router_fusion=false
         model.moe_router_padding_for_quantization=false model.moe_router_padding_for_fp8=false
         model.moe_shared_expert_overlap=false model.moe_paged_stash=false model.moe_single_grouped_weight=false
-        model.use_grouped_gemm_for_shared_expert=false model.overlap_moe_expert_parallel_comm=false
-        model.use_te_activation_func=false | model.moe_layer_freq=2 | model.moe_layer_freq=[0,1,1,1] |
+        model.use_grouped_gemm_for_shared_expert=false model.use_te_activation_func=false | model.moe_layer_freq=2 |
+        model.moe_layer_freq=[0,1,1,1] |
         model.moe_shared_expert_intermediate_size=128
+COMBINED, typed: qwen3_moe_toy numerics=stock dp=2 ep=2 gbs=4 model.overlap_moe_expert_parallel_comm=true
+    ep: ep=1
+    precision: precision=fp32
+    moe_token_dispatcher_type: model.moe_token_dispatcher_type=allgather
+    pp: pp=2
+    recomputed: model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1
+    moe_shared_expert_overlap: model.moe_shared_expert_overlap=true
+    mtp_num_layers: model.mtp_num_layers=2 model.share_embeddings_and_output_weights=false
+    overlap_moe_expert_parallel_comm: comm_overlap.tp_comm_overlap=false
+    tp_comm_overlap: comm_overlap.overlap_moe_expert_parallel_comm=true
+    delay_wgrad_compute: comm_overlap.tp_comm_overlap=false comm_overlap.overlap_moe_expert_parallel_comm=true
+        model.delay_wgrad_compute=true
+    trace: ledger.trace=1 iters=1
+    taken: model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false | model.delay_wgrad_compute=true |
+        comm_overlap.tp_comm_overlap=false comm_overlap.overlap_moe_expert_parallel_comm=true
+        comm_overlap.delay_wgrad_compute=true
+COMBINED_FIELDS: qwen3_moe_toy numerics=stock dp=2 ep=2 gbs=4 model.overlap_moe_expert_parallel_comm=true
+    recomputed: model.recompute_granularity=selective model.recompute_modules=[core_attn,moe]
+INVARIANT_COMBINED, typed: qwen3_moe_toy dp=2 ep=2 gbs=4 model.overlap_moe_expert_parallel_comm=true
+    use_megatron_fsdp: ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy=optim ledger.digests=0
+    guard: guard=products
+    taken: tp=2 device=gpu device.peer_memory=never cuda_graph=full | comm_overlap.tp_comm_overlap=false
+        comm_overlap.overlap_moe_expert_parallel_comm=true
 LATENT_EXPERTS, typed: qwen3_moe_toy model.moe_latent_size=32
     enabled: precision=fp8_tensorwise
 AHEAD, or_stock: qwen3_toy numerics=tree model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false

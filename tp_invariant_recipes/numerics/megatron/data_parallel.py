@@ -202,6 +202,8 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
         ranks = parallel_state.get_data_parallel_world_size()
         # A load-balancing loss is that of all ranks' tokens too: not to be multiplied by cp.
+        if len(rest) == 1 and not more:  # the combined schedule leaves it to this function to find both
+            more = {"cp_group_size": 1, "is_last_stage": parallel_state.is_pipeline_last_stage(False, vp_stage)}
         rest, more = (rest[0], rest[1] and 1, *rest[2:]) if len(rest) > 1 else rest, _of_single_rank(more)
         return original(model, output, loss_func, config, vp_stage, collect, num * ranks, *rest, **more)
 
