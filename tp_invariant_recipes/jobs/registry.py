@@ -20,6 +20,7 @@ from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, re
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.runs.sweep_dir import Name
 from tp_invariant_recipes.settings.keys import nearest
+from tp_invariant_recipes.start.cache import state_dir
 
 SCHEMA = 1  # the schema version of submission.json
 
@@ -104,8 +105,7 @@ class Submission:
 
 def registry() -> Path:
     """Return the file that lists the user's jobs, one {"job": "12", "directory": "/path/of/run"} per line."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home) / "tpi" / "jobs.jsonl"
+    return state_dir() / "jobs.jsonl"
 
 
 def remember(directory: Path, ids: Iterable[str]) -> None:

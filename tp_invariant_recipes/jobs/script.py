@@ -98,14 +98,10 @@ def array(job: Job, config: RunConfig, model: str, cells: Sequence[Configuration
     return _render("array", job=job, tpi=srun_command.tpi(config), model=model, cells=cells, directory=directory)
 
 
-def judge(job: Job, config: RunConfig, command: Sequence[str], directory: Path, needed: Sequence[Path]) -> str:
-    """Return the script that judges or lists the configurations when all have ended. command: without the directory.
-
-    needed: the paths that it reads.
-    """
+def judge(job: Job, config: RunConfig, directory: Path, needed: Sequence[Path]) -> str:
+    """Return the script that judges the configurations when all have ended. needed: the paths that it reads."""
     step = [*config.cluster.srun_options, *srun_command.container(config, needed)]
-    words = [*srun_command.tpi(config), *command]
-    return _render("judge", job=job, step=step, command=words, directory=directory)
+    return _render("judge", job=job, step=step, tpi=srun_command.tpi(config), directory=directory)
 
 
 def log_in(folder: Path, name: str) -> str:

@@ -45,14 +45,6 @@ class Queued:
 
 
 @dataclass(frozen=True)
-class Accounted:
-    """A job in the accounts. state: as in `Queued`; exit_status: of its script, 128 + N if signal N ended it."""
-
-    state: str
-    exit_status: int
-
-
-@dataclass(frozen=True)
 class Partition:
     """nodes: their number. seconds: the longest time limit; None: no limit."""
 
@@ -122,25 +114,27 @@ def queue() -> dict[str, Queued]:
     }
 
 
-def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
-    """Return the accounts of these jobs, by "12" or, for an array's task, "12_0". Empty if SLURM keeps no accounts."""
+def accounting(jobs: Iterable[str]) -> dict[str, str]:
+    """Return the states of these jobs, as in `Queued`, by "12" or, for an array's task, "12_0".
+
+    Empty if SLURM keeps no accounts.
+    """
     ids = ",".join(jobs)
     if not ids:
         return {}
-    options = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State,ExitCode", f"--jobs={ids}"]
+    options = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State", f"--jobs={ids}"]
     try:
         lines = _run(["sacct", *options]).splitlines()
     except RunError:  # without accounts, the run directory still shows how a run ended
         return {}
-    accounts: dict[str, Accounted] = {}
-    for job, task, state, status, signal in (match.groups() for line in lines if (match := _ACCOUNT.fullmatch(line))):
-        account = Accounted(state, 128 + int(signal) if signal != "0" else int(status))
-        accounts |= dict.fromkeys([f"{job}_{number}" for number in _tasks(task)] if task else [job], account)
+    accounts: dict[str, str] = {}
+    for job, task, state in (match.groups() for line in lines if (match := _ACCOUNT.fullmatch(line))):
+        accounts |= dict.fromkeys([f"{job}_{number}" for number in _tasks(task)] if task else [job], state)
     return accounts
 
 
 # Of sacct: job, or a task or several of an array that were cancelled while they waited; "CANCELLED by 1000".
-_ACCOUNT = re.compile(r"(\d+)(?:_(\d+|\[[\d,%-]+\]))?\|([A-Z_]+)[^|]*\|(\d+):(\d+)", re.ASCII)
+_ACCOUNT = re.compile(r"(\d+)(?:_(\d+|\[[\d,%-]+\]))?\|([A-Z_]+)[^|]*", re.ASCII)
 
 
 def _tasks(listed: str) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
-from tp_invariant_recipes.jobs.slurm_client import Accounted, Queued
+from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.ledger.run_files import ProgressLine, Restart
 from tp_invariant_recipes.reading import checked, open_file, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -34,7 +34,7 @@ class SlurmStatus:
     """What the controller and the accounts say, by ids. unavailable: why the query failed; None: it succeeded."""
 
     queued: Mapping[str, Queued] = field(default_factory=dict)
-    accounted: Mapping[str, Accounted] = field(default_factory=dict)
+    accounted: Mapping[str, str] = field(default_factory=dict)
     unavailable: str | None = None
 
 
@@ -166,7 +166,6 @@ def exit_status(states: Sequence[JobState]) -> int | None:
 def _state(part: JobPart, status: SlurmStatus) -> JobState:
     """Return the state of a part. SLURM says nothing of one whose id is another job's now."""
     queued = status.queued.get(part.id) if part.current else None
-    accounted = status.accounted.get(part.id) if part.current else None
     tried = [attempt for attempt in attempts(part.run) if attempt.job]
     last = tried[-1] if tried else None
     step, loss = _last_step(part.run.progress)
@@ -181,7 +180,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     if queued is not None and not queued.over:
         reason = queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
         return JobState(**facts, word=queued.state, reason=reason, seconds_remaining=queued.seconds_remaining)
-    word = queued.state if queued else accounted.state if accounted else None
+    word = queued.state if queued else status.accounted.get(part.id) if part.current else None
     if word not in slurm_client.OVER:
         word = None  # SLURM writes the accounts some time after the end
     end = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)

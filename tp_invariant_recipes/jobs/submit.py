@@ -216,7 +216,7 @@ def _array_scripts(
         log=script.log_in(where.logs, "job-%j.log"),
     )
     reference = [] if verification.matrix.against is None else [Path(verification.matrix.against)]
-    judge_script = script.judge(judge, config, ("verify", "--recheck"), path, [path, *reference])
+    judge_script = script.judge(judge, config, path, [path, *reference])
     return (
         JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path)),
         JobScript(registry.JUDGE, path / "judge.sbatch", judge_script),

@@ -15,13 +15,32 @@ import inspect
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions
-from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, loads, on_gpus
 
+if TYPE_CHECKING:
+    from tp_invariant_recipes.settings.run_config import RunConfig
+
+PACKAGE = "transformer-engine"
+MODULE = "transformer_engine"
 FILE = "pytorch/module/grouped_linear.py"
 ARGUMENTS, FLAG = "non_tensor_args", "skip_fp8_weight_update"
+
+
+def on_gpus(wants: Callable[[dict[str, Any]], Any]) -> "Callable[[RunConfig], bool]":
+    """`Patch.reached` of runs on a GPU whose `model` section makes `wants` true."""
+    return lambda config: config.device.kind == "gpu" and bool(wants(config.model))
+
+
+def loads() -> bool:
+    """Whether Transformer Engine can be imported. Megatron, too, works without it when its libraries are missing."""
+    try:
+        import_module(f"{MODULE}.pytorch")
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def flag() -> Any:

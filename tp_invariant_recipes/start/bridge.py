@@ -19,7 +19,7 @@ from typing import Any
 
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.start import cache, lazy_imports, weight_gradient
+from tp_invariant_recipes.start import cache, lazy_imports
 
 VERBOSE = "TPI_VERBOSE"  # environment variable: set to 1 by -v, and inherited by ranks
 
@@ -138,7 +138,7 @@ def load_models() -> None:
 
 def _import(*names: str) -> None:
     cache.keep_bytecode()
-    weight_gradient.provide()
+    provide_weight_gradients()
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
     with quiet(), _without_garbage_collection(), _nvml_only():
         if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
@@ -227,3 +227,24 @@ def deterministic_mode_without_its_extras() -> None:
     if os.environ.get(WORKSPACE) == DEFAULT and torch.cuda.get_device_capability()[0] >= 9:
         torch.mm(torch.zeros(16, 16, device="cuda"), torch.zeros(16, 16, device="cuda"))
         del os.environ[WORKSPACE]
+
+
+APEX = "fused_weight_gradient_mlp_cuda"  # Apex's extension, which is on no registry
+
+
+def provide_weight_gradients() -> None:
+    """Make Apex's extension importable where it is not installed. Idempotent.
+
+    Megatron-Core calls it for layers that are not Transformer Engine's, such as the output layer, where a model has
+    `gradient_accumulation_fusion`. Transformer Engine's GEMM does the same: it adds to an fp32 gradient.
+    """
+    if APEX not in sys.modules and find_spec(APEX) is None:
+        sys.modules[APEX] = module = ModuleType(APEX)
+        vars(module).update(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
+
+
+def _accumulate(x: Any, dy: Any, main_grad: Any) -> None:
+    """Add a weight's gradient in place. x: [tokens, in], dy: [tokens, out], in bf16. main_grad: [out, in], fp32."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    general_gemm(x, dy, out_dtype=main_grad.dtype, layout="NT", out=main_grad, accumulate=True, grad=True)

@@ -12,7 +12,7 @@ import pytest
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client
-from tp_invariant_recipes.jobs.slurm_client import Accounted, Partition, Queued
+from tp_invariant_recipes.jobs.slurm_client import Partition, Queued
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ def test_a_row_that_is_torn_is_an_error(command):
 
 
 def test_the_accounts_are_read(command, asked_of_slurm):
-    rows = "7|COMPLETED|0:0\n8_0|FAILED|2:0\n8_[1,3-4%2]|CANCELLED by 1000|0:15\n9|RUNNING|0:0\n"
+    rows = "7|COMPLETED\n8_0|FAILED\n8_[1,3-4%2]|CANCELLED by 1000\n9|RUNNING\n"
     command("sacct", NOTICE + rows)
     assert slurm_client.accounting(["7", "8", "9"]) == {
-        "7": Accounted("COMPLETED", 0),
-        "8_0": Accounted("FAILED", 2),
-        **{f"8_{task}": Accounted("CANCELLED", 143) for task in (1, 3, 4)},
-        "9": Accounted("RUNNING", 0),
+        "7": "COMPLETED",
+        "8_0": "FAILED",
+        **{f"8_{task}": "CANCELLED" for task in (1, 3, 4)},
+        "9": "RUNNING",
     }
     assert asked_of_slurm()[0][0][-1] == "--jobs=7,8,9"
 

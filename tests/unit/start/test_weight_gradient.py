@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tp_invariant_recipes.start import weight_gradient
+from tp_invariant_recipes.start import bridge
 
 EXTENSION = "transformer_engine.pytorch.cpp_extensions"
 
@@ -23,17 +23,17 @@ def general_gemm(x, dy, *, out_dtype, layout, out, accumulate, grad):
     "name, dtype", (("wgrad_gemm_accum_fp32", torch.float32), ("wgrad_gemm_accum_fp16", torch.bfloat16))
 )
 def test_a_gradient_is_added_to_the_buffer(monkeypatch, name, dtype):
-    monkeypatch.delitem(sys.modules, weight_gradient.NAME, raising=False)
+    monkeypatch.delitem(sys.modules, bridge.APEX, raising=False)
     for package in ("transformer_engine", "transformer_engine.pytorch", EXTENSION):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     sys.modules[EXTENSION].general_gemm = general_gemm
-    weight_gradient.provide()
+    bridge.provide_weight_gradients()
     x, dy, main_grad = torch.ones(3, 4).bfloat16(), torch.ones(3, 2).bfloat16(), torch.ones(2, 4, dtype=dtype)
-    getattr(import_module(weight_gradient.NAME), name)(x, dy, main_grad)
+    getattr(import_module(bridge.APEX), name)(x, dy, main_grad)
     assert torch.equal(main_grad, torch.full((2, 4), 4.0, dtype=dtype))
 
 
 def test_an_installed_extension_stays(monkeypatch):
-    monkeypatch.setitem(sys.modules, weight_gradient.NAME, installed := ModuleType(weight_gradient.NAME))
-    weight_gradient.provide()
-    assert sys.modules[weight_gradient.NAME] is installed
+    monkeypatch.setitem(sys.modules, bridge.APEX, installed := ModuleType(bridge.APEX))
+    bridge.provide_weight_gradients()
+    assert sys.modules[bridge.APEX] is installed
