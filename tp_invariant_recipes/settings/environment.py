@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import ConfigError, Problem, lines, refuse
 from tp_invariant_recipes.numerics.mode import DETERMINISTIC, STOCK
-from tp_invariant_recipes.settings import secrets
+from tp_invariant_recipes.settings import cuda_graphs, secrets
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 
@@ -46,7 +46,7 @@ _TIMED = "torch times algorithms in every process, and takes the fastest"
 _THREADS = "the number of threads decides how a CPU splits its sums"
 _ROUNDED = "fp32 GEMMs must not round their operands"
 
-ORDERED = "CUDA_DEVICE_MAX_CONNECTIONS"
+ORDERED, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
 
 VARIABLES = (
     Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", _GPU, _WORKSPACE),
@@ -133,11 +133,16 @@ def of_run(config: RunConfig) -> dict[str, str]:
     asked = ORDERED in os.environ or ORDERED in config.cluster.environment
     if config.numerics.mode == STOCK and config.layout.tp * config.layout.cp == 1 and not asked:
         variables.pop(ORDERED, None)  # Megatron asks for it with tensor or context parallelism alone
-    if config.fsdp and variables.get(ORDERED) == "1":
+    beside = "Megatron-FSDP moves weights and gradients" if config.fsdp else "the combined schedule moves tokens"
+    if (config.fsdp or config.overlaps()) and variables.get(ORDERED) == "1":
         if asked:
             solve = f"{ORDERED}=8 in the environment, or cluster.environment.{ORDERED}=8"
-            refuse([f"{ORDERED}=1: Megatron-FSDP moves weights and gradients beside what it computes; {solve}"])
+            refuse([f"{ORDERED}=1: {beside} beside what it computes; {solve}"])
         variables[ORDERED] = "8"
+    if config.numerics.invariant and config.overlaps() and config.model.get("cuda_graph_impl") == cuda_graphs.FULL:
+        # Else memory that two streams have used is not used again before the capture ends.
+        chosen = os.environ.get(ALLOCATOR, variables.get(ALLOCATOR))
+        variables[ALLOCATOR] = ",".join(filter(None, [chosen, "graph_capture_record_stream_reuse:True"]))
     return variables
 
 

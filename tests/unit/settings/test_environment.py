@@ -12,6 +12,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.numerics.settings import NumericsSettings
+from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.settings.environment import VARIABLES, applied, of_run, recorded, settings
 
 DEFAULTS = {
@@ -103,6 +104,23 @@ def test_stock_orders_collectives_where_megatron_asks(words, environment, expect
         monkeypatch.setenv(name, value)
     variables = of_run(compose("qwen3_toy", words.split(), device="gpu").config)
     assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+COMBINED = "dp=2 ep=2 gbs=2 cuda_graph=full model.overlap_moe_expert_parallel_comm=true"
+
+
+def test_the_combined_schedule_has_streams_that_run_side_by_side(monkeypatch):
+    """And a graph of it uses memory again that two of them have used, whatever else the allocator was asked for."""
+    for name in (environment.ORDERED, environment.ALLOCATOR):
+        monkeypatch.delenv(name, raising=False)
+    config = compose("qwen3_moe_toy", COMBINED.split(), device="gpu").config
+    variables, reuse = of_run(config), "graph_capture_record_stream_reuse:True"
+    assert [variables[name] for name in (environment.ORDERED, environment.ALLOCATOR)] == ["8", reuse]
+    monkeypatch.setenv(environment.ALLOCATOR, "max_split_size_mb:64")
+    assert of_run(config)[environment.ALLOCATOR] == f"max_split_size_mb:64,{reuse}"
+    monkeypatch.setenv(environment.ORDERED, "1")
+    with pytest.raises(ConfigError, match="moves tokens beside what it computes; CUDA_DEVICE_MAX_CONNECTIONS=8"):
+        of_run(config)
 
 
 def test_the_variables_of_a_run_end_with_it(monkeypatch):
