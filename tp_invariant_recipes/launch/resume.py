@@ -81,8 +81,7 @@ def rerun(
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"
     changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
-    named = _by_present_name(RunDir(run), before)
-    composed = _compose_as(named, [*_recorded(named, NOT_REPEATED), *parse_all(changes)])
+    composed = _compose_as(before, [*_recorded(before, NOT_REPEATED), *parse_all(changes)])
     imported = _imported(before, composed) if start else None
     plan = resolve(composed, run_dir, imported=imported)
     if changes := _changes(before.identity, plan.identity):
@@ -96,7 +95,6 @@ def compose_resumed(run: Path, model: str | None, overrides: Sequence[Override])
     before = RunDir(run).read_run(RunFile)
     typed = [*OF_AN_ATTEMPT, *(override.path for override in overrides)]
     trust.require(run, before, RunDir(run).config, typed, typed_model=resumes_model(run, model, before))
-    before = _by_present_name(RunDir(run), before)
     kept = parse_all(fingerprint.kept(before.numerics))  # another layout has other defaults
     return _compose_as(before, [*_recorded(before, OF_AN_ATTEMPT), *kept, *overrides])
 
@@ -120,15 +118,6 @@ def with_recorded_numerics(composed: Composed) -> Composed:
     return compose(composed.model, composed.overrides, device=device, numerics=numerics)
 
 
-def _by_present_name(run_dir: RunDir, before: RunFile) -> RunFile:
-    """Return `run.json` with the present name of its numerics: numerics=stock was deterministic in earlier versions."""
-    if before.numerics["mode"] != mode.STOCK or not run_dir.read_run_config().model.get("deterministic_mode"):
-        return before
-    others = [word for word in before.overrides if parse(word).field != "numerics.mode"]
-    numerics = {**before.numerics, "mode": mode.DETERMINISTIC}
-    return replace(before, numerics=numerics, overrides=(*others, f"numerics={mode.DETERMINISTIC}"))
-
-
 def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
     """Compose with the device and numerics of an earlier restart, whatever the defaults are here and now."""
     return compose(before.model, latest(overrides), device=before.device, numerics=before.numerics["mode"])
@@ -143,7 +132,6 @@ def overrides_to_repeat(
     """
     without = [*NOT_REPEATED, *(override.path for override in typed)]
     trust.require(run_dir.path, before, run_dir.config, without, typed_model=typed_model)
-    before = _by_present_name(run_dir, before)
     repeated = _recorded(before, NOT_REPEATED)
     decided = {"device": before.device, "numerics": before.numerics["mode"]}
     missing = {

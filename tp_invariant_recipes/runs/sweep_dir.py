@@ -154,7 +154,6 @@ class Sweep(Record):
     """Runs to compare with the first of them or, where `against` is a path, with the ledger there.
 
     overrides: as typed. omitted: combinations of the axes that are no configurations.
-    kind:      the command that made it; an earlier version had one more.
     seal:      shows who wrote it (launch/trust.py); empty: it shows nothing.
     """
 
@@ -165,7 +164,6 @@ class Sweep(Record):
     cells: Annotated[tuple[Configuration, ...], Bounds(min_length=1, max_length=10_000, strict=False)]
     against: str | None
     omitted: Listed[Omission] = ()
-    kind: Literal["verify", "sweep"] = "verify"
     seal: str = ""
 
     def described(self) -> dict[str, Any]:
@@ -205,8 +203,6 @@ class SweepDir(RunDir):
             if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
                 raise ValueError(f"this version reads schema {SCHEMA}")
             matrix = checked(Sweep, raw)
-            if matrix.kind != "verify":
-                raise ValueError(f"tpi {matrix.kind} has made it")
             self._distinct(matrix.cells)
         except (OSError, ValueError) as error:
             raise RunError(
