@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.check import combined_schedule
 from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.comparison import deviation
 from tp_invariant_recipes.comparison.deviation import StepDumps, TensorDeviation
@@ -45,7 +46,7 @@ from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.runs.sweep_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.settings import cuda_graphs, finetuning
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.run_config import COMBINED, RunConfig
 from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.sizing.activations import recorded as recorded_bytes
 from tp_invariant_recipes.sizing.memory import GIB
@@ -141,6 +142,8 @@ def new(
         made, own = _composed(model, [*common, length], problems), tuple(texts(differing))
     else:
         made, own = _reference(model, [*common, length], audited.config, of_reference, problems)
+    if any(run is not None and run.config.overlaps() for run in (audited, made)):
+        problems.append(f"{COMBINED}=true: an audit reads whole layers; {combined_schedule.FALSE}")
     if problems or made is None:
         raise ConfigError(listed(problems), problems)
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{audited.config.layout.tp}"))
