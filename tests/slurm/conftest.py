@@ -32,7 +32,7 @@ class Cluster:
     folder: Path
 
     def do(self, command: str, *arguments: object) -> None:
-        """A command of scripts/slurm-cluster: fail or revive a node, stop or start the controller."""
+        """A command of scripts/slurm-cluster."""
         _script(command, self.folder, *arguments)
 
     def run(self, *command: object) -> str:
