@@ -14,13 +14,14 @@ does change are not specialised on, so one binary serves every t.
 
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel, alignment
-from tp_invariant_recipes.kernels.row_sums import folding_sum, leaves_of
+from tp_invariant_recipes.kernels.row_sums import fold, leaves_of
 
 TILE = 4096  # elements of x that a program holds at a time
 # Tiles of dy and x on their way: the 128 programs of two shards would not hide the latency of memory otherwise.
@@ -33,13 +34,16 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     x:       [tokens, heads, d], the last dimension contiguous; weight: [d].
     returns: y, x's shape and dtype, contiguous; scale, [tokens, heads, 1] fp32: 1 / sqrt(mean(x²) + eps).
     """
-    return _forward_triton(x, weight, eps) if x.is_cuda else _forward_torch(x, weight, eps)
+    return _forward_triton(x, weight, eps) if x.is_cuda else _forward_cpu(x, weight, eps)
 
 
-def _forward_torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    mean = folding_sum(wide * wide, -1) * (1.0 / x.shape[-1])
-    scale = mean.add_(eps).sqrt_().reciprocal_().unsqueeze(-1)
+def _forward_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.detach().float()  # torch broadcasts faster than NumPy, and NumPy does the rest
+    array = wide.numpy()
+    mean = fold(array * array, -1)
+    mean *= 1.0 / x.shape[-1]
+    mean += np.float32(eps)
+    scale = torch.from_numpy(mean).sqrt_().reciprocal_().unsqueeze(-1)  # its root is not NumPy's
     return (wide * scale).mul_(weight.float()).to(x.dtype), scale
 
 
@@ -63,7 +67,7 @@ def rms_norm_backward(
     shards:  n, this rank's; by_heads: whether they divide the heads or the tokens.
     returns: dx, x's shape and dtype, contiguous; leaves, [n, L, d] fp32, L a power of two.
     """
-    backward = _backward_triton if x.is_cuda else _backward_torch
+    backward = _backward_triton if x.is_cuda else _backward_cpu
     return backward(dy, x, weight, scale, shards, by_heads)
 
 
@@ -81,19 +85,19 @@ def _backward_triton(
     return dx, leaves
 
 
-def _backward_torch(
+def _backward_cpu(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool
 ) -> tuple[Tensor, Tensor]:
-    wide = dy.float()
+    (tokens, _, width), wide = x.shape, dy.float()
     normal = x.float() * scale
     dnormal = wide * weight.float()
-    along = folding_sum(dnormal * normal, -1).unsqueeze(-1) * (1.0 / x.shape[-1])
-    products = wide * normal
-    dx = dnormal.sub_(normal.mul_(along)).mul_(scale).to(x.dtype)
+    products = wide.numpy() * normal.numpy()
+    along = fold(dnormal.numpy() * normal.numpy(), -1)
+    along *= 1.0 / width
+    dx = dnormal.sub_(normal.mul_(torch.from_numpy(along).unsqueeze(-1))).mul_(scale).to(x.dtype)
     if by_heads:
-        tokens_added = folding_sum(products.reshape(x.shape[0], shards, -1, x.shape[-1]), 0)
-        return dx, folding_sum(tokens_added, 1).unsqueeze(1)
-    return dx, folding_sum(products.reshape(shards, -1, x.shape[-1]), 1).unsqueeze(1)
+        products = fold(products.reshape(tokens, shards, -1, width), 0)
+    return dx, torch.from_numpy(fold(products.reshape(shards, -1, width), 1)).unsqueeze(1)
 
 
 _Plan = tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], int]  # grid, numbers, constants, warps

@@ -10,9 +10,13 @@ add_rows       rows added to chosen rows: the gradient of a table that a batch o
 Each row's bits depend only on the rows that are added to it.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
@@ -36,19 +40,51 @@ def folding_sum(values: Tensor, dim: int) -> Tensor:
     returns: […, …], perhaps a view. The order of the additions depends only on n. There are log2(n) launches.
     """
     n = values.shape[dim]
-    if not values.is_cuda:  # NumPy's calls take half as long, and whole rows are added faster than parts of them
-        parts = values.movedim(dim, 0).contiguous().numpy()
-        while n > 1:
-            half = (n + 1) // 2
-            parts[: n - half] += parts[half:n]
-            n = half
-        return torch.from_numpy(parts[0])
+    if not values.is_cuda:
+        return torch.from_numpy(fold(values.numpy(), dim))
     while n > 1:
         half = (n + 1) // 2
         values, upper = values.chunk(2, dim)
         (values if n % 2 == 0 else values.narrow(dim, 0, n - half)).add_(upper)
         n = half
     return values.select(dim, 0)
+
+
+NARROW = 64  # columns: of fewer, NumPy spends its time on rows and not on numbers
+
+
+def fold(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+    """As `folding_sum`, of an array, by NumPy, whose calls take the host half as long as torch's."""
+    axis %= values.ndim
+    n = values.shape[axis]
+    if axis == values.ndim - 1:
+        if n & (n - 1):
+            values, axis = np.ascontiguousarray(np.moveaxis(values, axis, 0)), 0
+        else:
+            return _fold_columns(np.ascontiguousarray(values))
+    before: tuple[Any, ...] = (slice(None),) * axis
+    while n > 1:
+        half, odd = (n + 1) // 2, n % 2
+        upper = values[*before, half:n]
+        if odd:
+            values[*before, : n - half] += upper
+        values = values[*before, :half] if odd else values[*before, :half] + upper  # in place NumPy would copy them
+        n = half
+    return values[*before, 0]
+
+
+def _fold_columns(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[…, n] without gaps, n a power of two → […]."""
+    n = values.shape[-1]
+    while n > NARROW:
+        n //= 2
+        values = values[..., :n] + values[..., n:]
+    flat, width = values.reshape(-1), n
+    with np.errstate(over="ignore", invalid="ignore"):
+        while n > 1:  # also adds across the borders of rows, numbers that are left out
+            n //= 2
+            flat = flat[:-n] + flat[n:]
+    return flat[::width].copy().reshape(values.shape[:-1])
 
 
 TILE = 4096  # elements of x that a program holds

@@ -10,7 +10,7 @@ outcome.
 bf16 operands become fp32 first: in bf16 most CPUs multiply number by number, several times slower.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,10 +29,11 @@ _batched_is_exact: dict[tuple[Any, ...], bool] = {}
 Form = Callable[[Tensor, Tensor], Tensor]
 
 
-def gemm(a: Tensor, b: Tensor, rows: Split, columns: Split) -> Tensor:
+def gemm(a: Tensor, b: Tensor, rows: Split, columns: Split, onto: Tensor | None = None) -> Tensor:
     """Compute a @ b in fp32; arguments as of numerics/gemm/gemm.py.
 
-    returns: [m, n] fp32, fp64 for operands of fp64.
+    onto:    [m, n] fp32 that the product is added to, in one call where that rounds as a separate addition does.
+    returns: [m, n] fp32, fp64 for operands of fp64; with `onto`, that.
     """
     a, b = _wide(a), _wide(b)
 
@@ -43,26 +44,37 @@ def gemm(a: Tensor, b: Tensor, rows: Split, columns: Split) -> Tensor:
         a = without_gaps(a)
         return torch.cat([torch.mm(a, without_gaps(y)) for y in parts_of(b, columns, 1)], 1)
 
+    if onto is not None:
+        fits = onto.dtype == a.dtype and onto.is_contiguous()
+        if fits and is_exact(_added, _added_apart(shard_by_shard), a, b, rows, columns, onto.data_ptr() % ALIGNMENT):
+            return torch.addmm(onto, a, b, out=onto)
+        return onto.add_(gemm(a, b, rows, columns).to(onto.dtype))
     if rows == columns == 1:
         return torch.mm(without_gaps(a), without_gaps(b))
     return (torch.mm if is_exact(torch.mm, shard_by_shard, a, b, rows, columns) else shard_by_shard)(a, b)
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
-    """Compute a @ b for each shard of the dimension that is summed.
+    """Compute a @ b for this rank's part of the dimension that is summed.
 
     a, b:     [m, k] and [k, n]; k consists of segments, each of `shards` shards.
     segments: the size of each in k.
-    returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
+    returns:  [n, m, n] fp32: each shard's sum over segments, in order, of the segment's product, or the sums of
+              neighbours: nodes of the tree over all shards, n a power of two.
     """
-    a_given, b_given = a, b
-    a, b = _wide(a), _wide(b)
+    wide_a, wide_b = _wide(a), _wide(b)
+    paired = len(segments) == 1 < shards and a.dtype != torch.float64
+    parts: Iterable[tuple[Tensor, Tensor]] = ((wide_a, wide_b),)
+    if len(segments) > 1:  # a split takes as long as a small product
+        parts = zip(wide_a.split(segments, 1), wide_b.split(segments), strict=True)
     total = None
-    for x, y in zip(a.split(segments, 1), b.split(segments), strict=True):
-        part = _batch(x.view(len(x), shards, -1).transpose(0, 1), y.view(shards, -1, y.shape[1]))
-        total = part if total is None else total.add_(part)
+    for part_a, part_b in parts:
+        x, y = part_a.view(a.shape[0], shards, -1).transpose(0, 1), part_b.view(shards, -1, b.shape[1])
+        if paired:
+            total, x, y = _batch(x[::2], y[::2]), x[1::2], y[1::2]
+        total = _batch(x, y) if total is None else _add_batch(x, y, total)
     summed = total.float()  # type: ignore[union-attr]
-    sampling.take_partials(a_given, b_given, summed, segments)
+    sampling.take_partials(a, b, summed, shards, segments)
     return summed
 
 
@@ -86,6 +98,27 @@ def is_exact(batched: Form, looped: Form, a: Tensor, b: Tensor, *kind: Any) -> b
 def _batch(a: Tensor, b: Tensor) -> Tensor:
     """[n, m, k] @ [n, k, p] → [n, m, p]."""
     return (torch.bmm if is_exact(torch.bmm, _looped, a, b) else _looped)(a, b)
+
+
+def _add_batch(a: Tensor, b: Tensor, onto: Tensor) -> Tensor:
+    """`_batch`, added to `onto`."""
+    if is_exact(_added, _added_apart(_looped), a, b):
+        return torch.baddbmm(onto, a, b, out=onto)
+    return onto.add_(_batch(a, b))
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """Add a @ b to a matrix, or a batch to a batch, in one call of the library."""
+    return (torch.addmm if a.dim() == 2 else torch.baddbmm)(_before(a, b), a, b)
+
+
+def _added_apart(product: Form) -> Form:
+    return lambda a, b: _before(a, b).add_(product(a, b))
+
+
+def _before(a: Tensor, b: Tensor) -> Tensor:
+    """Return numbers as large as those of a @ b, of both signs, to which an exactness check adds it."""
+    return torch.matmul(a, b).flip(-1).neg_()
 
 
 def _looped(a: Tensor, b: Tensor) -> Tensor:

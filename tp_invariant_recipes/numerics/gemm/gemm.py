@@ -51,8 +51,10 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Split =
     if a.is_cuda:
         return defined.compute(a, b, out, add)
     taking = sampling.begin_library(a, b, out, rows, columns, add)
-    result = cpu.gemm(a, b, rows, columns)
-    out = out.add_(result.to(out.dtype)) if add else out.copy_(result)
+    if add:
+        cpu.gemm(a, b, rows, columns, out)
+    else:
+        out.copy_(cpu.gemm(a, b, rows, columns))
     if taking is not None:
         taking.end()
     return out

@@ -214,19 +214,19 @@ class _Shards(list[_Started]):
             started.end()
 
 
-def take_partials(a: Tensor, b: Tensor, total: Tensor, segments: tuple[int, ...]) -> None:
-    """Of a library's GEMMs of all shards of k, [shards, m, n], take a drawn shard, if it is chosen."""
+def take_partials(a: Tensor, b: Tensor, nodes: Tensor, shards: int, segments: tuple[int, ...]) -> None:
+    """Of the sums of neighbouring shards of k, [n, rows, columns], by a library, take a drawn one, if it is chosen."""
     if _sampler is None or not _sampler.wants(a):
         return
-    a, b, shards = a.detach(), b.detach(), len(total)
+    a, b, width = a.detach(), b.detach(), shards // len(nodes)
     where = Where(b.data_ptr(), 0, _transposed(b))
-    own = tuple(size // shards for size in segments)  # each is a GEMM of its own, in the layout of its operands
-    cuts = every_part(segments, shards)
-    for number in _sampler.drawn(range(shards)):
-        a_shard = torch.cat([a[:, part] for part in cuts[number]], 1)
-        b_shard = torch.cat([b[part] for part in cuts[number]])
-        out = _copy(total[number][None])
-        _sampler.keep(Sample(LIBRARY, _laid_like(a_shard, a), _laid_like(b_shard, b), None, out, 1, own, where))
+    own = tuple(size // len(nodes) for size in segments)  # in the layout of the operands
+    cuts = every_part(segments, len(nodes))
+    for number in _sampler.drawn(range(len(nodes))):
+        a_part = torch.cat([a[:, part] for part in cuts[number]], 1)
+        b_part = torch.cat([b[part] for part in cuts[number]])
+        out = _copy(nodes[number][None])
+        _sampler.keep(Sample(LIBRARY, _laid_like(a_part, a), _laid_like(b_part, b), None, out, width, own, where))
 
 
 def repeat(out: Tensor, recompute: Callable[[int], Tensor], parts: int, layer: int | None) -> None:

@@ -68,15 +68,29 @@ def test_a_shard_of_what_is_summed_has_the_bits_it_has_alone(m, k, n, segments):
             starts = [segment * size + shard * k for segment in range(segments)]
             first, *more = (_alone(a[:, at : at + k], b[at : at + k]) for at in starts)
             expected.append(first + more[0] if more else first)
+        if segments == 1 < shards:
+            expected = neighbours(expected)
         assert same_bits(cpu.partials(a, b, shards, (size,) * segments), torch.stack(expected)), shards
+
+
+def neighbours(terms):
+    return [x + y for x, y in zip(terms[::2], terms[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("m, k, n", SHAPES)
+def test_a_product_added_in_one_call_has_the_bits_of_an_addition(m, k, n):
+    a, b, before = operand(SHARDS * m, k, transposed=True), operand(k, n, seed=1), operand(SHARDS * m, n, seed=2)
+    expected = before + torch.cat([_alone(x, b) for x in a.chunk(SHARDS)])
+    assert cpu.gemm(a, b, SHARDS, 1, before) is before
+    assert same_bits(before, expected)
 
 
 def test_bf16_is_multiplied_in_fp32():
     a, b = operand(128, 128, dtype=torch.bfloat16), operand(128, 384, dtype=torch.bfloat16, transposed=True)
     expected = torch.cat([_alone(a, y) for y in b.chunk(SHARDS, 1)], 1)
     assert same_bits(cpu.gemm(a, b, 1, SHARDS), expected)
-    expected = torch.stack([_alone(x, y) for x, y in zip(a.chunk(SHARDS, 1), b.chunk(SHARDS), strict=True)])
-    assert same_bits(cpu.partials(a, b, SHARDS, (128,)), expected)
+    expected = [_alone(x, y) for x, y in zip(a.chunk(SHARDS, 1), b.chunk(SHARDS), strict=True)]
+    assert same_bits(cpu.partials(a, b, SHARDS, (128,)), torch.stack(neighbours(expected)))
 
 
 def _in_order(a, b):
@@ -106,24 +120,19 @@ def test_layers_are_multiplied_in_one_call_where_a_library_keeps_the_bits(monkey
     counted.__name__ = "counted"
     monkeypatch.setattr(torch, "mm", counted)
     monkeypatch.setattr(torch, "bmm", counted)
+    monkeypatch.setattr(torch, "baddbmm", lambda onto, a, b, out=None: onto + counted(a, b))
     a, b = operand(128, 128, dtype=torch.bfloat16), operand(128, 384, dtype=torch.bfloat16, transposed=True)
-    for call, expected in (
-        (
-            lambda: cpu.gemm(a, b, 1, SHARDS),
-            torch.cat([_in_order(a.float(), y.float()) for y in b.chunk(SHARDS, 1)], 1),
-        ),
-        (
-            lambda: cpu.partials(a, b, SHARDS, (128,)),
-            torch.stack(
-                [_in_order(x.float(), y.float()) for x, y in zip(a.chunk(SHARDS, 1), b.chunk(SHARDS), strict=True)]
-            ),
-        ),
+    of_columns = [_in_order(a.float(), y.float()) for y in b.chunk(SHARDS, 1)]
+    of_k = [_in_order(x.float(), y.float()) for x, y in zip(a.chunk(SHARDS, 1), b.chunk(SHARDS), strict=True)]
+    for call, expected, calls in (
+        (lambda: cpu.gemm(a, b, 1, SHARDS), torch.cat(of_columns, 1), 1),
+        (lambda: cpu.partials(a, b, SHARDS, (128,)), torch.stack(neighbours(of_k)), 2),
     ):
         call()  # tries
         shapes.clear()
         assert same_bits(call(), expected)
-        assert len(shapes) == (1 if in_single_call else SHARDS)
-    assert list(cpu._batched_is_exact.values()) == [in_single_call] * 2
+        assert len(shapes) == (calls if in_single_call else SHARDS)
+    assert list(cpu._batched_is_exact.values()) == [in_single_call] * 3
 
 
 def _in_another_order(a, b):
@@ -152,6 +161,20 @@ def test_what_has_other_bits_is_seen(m, k, n, other):
     a, b = operand(m, k), operand(k, n)
     assert cpu.is_exact(torch.mm, torch.mm, a, b)
     assert not cpu.is_exact(other, torch.mm, a, b)
+
+
+def test_a_library_that_starts_at_what_is_added_to_is_seen(monkeypatch):
+    def onto_first(onto, a, b, out=None):
+        total = onto.clone()
+        for n in range(a.shape[1]):
+            total += a[:, n, None] * b[n, None]
+        return total if out is None else out.copy_(total)
+
+    monkeypatch.setattr(torch, "addmm", onto_first)
+    a, b, before = operand(64, 32), operand(32, 64, seed=1), operand(64, 64, seed=2)
+    expected = before + _alone(a, b)
+    assert same_bits(cpu.gemm(a, b, 1, 1, before), expected)
+    assert list(cpu._batched_is_exact.values()) == [False]
 
 
 def test_small_products_are_not_tried():

@@ -95,7 +95,7 @@ def test_a_librarys_product_is_judged_shard_by_shard(sampler, cut, add):
 def test_partial_sums_are_judged(sampler, segments):
     a, b = operands()
     total = cpu.partials(a, b, 4, segments)
-    assert len(sampler.samples) == 4
+    assert len(sampler.samples) == len(total) == (2 if segments == (64,) else 4)
     for number, sample in enumerate(sampler.samples):
         assert same_bits(sample.out[0], total[number])
         assert judge.difference(sample.out, judge.expected(sample)) is None
