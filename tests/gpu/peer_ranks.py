@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.sums import symmetric_memory
+from tp_invariant_recipes.numerics.sums import bucket_reduction, symmetric_memory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import (
     Reducing,
@@ -102,6 +102,32 @@ def gathers():
         assert [at.start // TOKENS for _, at in parts][:1] == [dist.get_rank()]
         assert len(parts) == dist.get_world_size()
         assert all(torch.equal(part, expected[at]) for part, at in parts)
+    return True
+
+
+def exchanges():
+    """Gradients of data shards have NCCL's bits, in pieces, with parts of unequal sizes and in a graph, too."""
+    bucket_reduction.PIECE = 2**20
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = partials(1)[0].view(-1)
+    cuts = [0, *(x.numel() * (n + 1) // size - 1000 * (n + 1) for n in range(size - 1)), x.numel()]
+    for parts in ([], [*map(slice, cuts, cuts[1:])], [slice(0, 0)] * (size - 1) + [slice(0, x.numel())]):
+        mine = (parts or [slice(n * x.numel() // size, (n + 1) * x.numel() // size) for n in range(size)])[rank]
+        symmetric_memory.choose("never")
+        bucket_reduction.reduce_scatter([expected := x.clone()], dist.group.WORLD, parts=parts)
+        symmetric_memory.choose("always")
+        bucket_reduction.reduce_scatter([total := x.clone()], dist.group.WORLD, parts=parts)
+        assert same_bits(total[mine], expected[mine])
+        graph, total = torch.cuda.CUDAGraph(), x.clone()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            bucket_reduction.reduce_scatter([total], dist.group.WORLD, parts=parts)
+        for turn in range(3):
+            torch.cuda._sleep(SLOW if turn == rank else 0)
+            total.copy_(x)
+            graph.replay()
+        assert same_bits(total[mine], expected[mine])
+    (peers,) = symmetric_memory._peers.values()
+    assert None not in (peers.sums.handle, peers.gathers.handle)
     return True
 
 
@@ -209,7 +235,7 @@ def with_barriers(*barriers):
     return same
 
 
-CASES = {f.__name__: f for f in (sums, orders_differ, gathers, graphs, after_another_training)} | {
+CASES = {f.__name__: f for f in (sums, orders_differ, gathers, exchanges, graphs, after_another_training)} | {
     "both": partial(with_barriers, 0, 1),
     "first": partial(with_barriers, 0),
     "second": partial(with_barriers, 1),

@@ -31,7 +31,7 @@ def ranks(count: int, case: str) -> list:
 
 
 @pytest.mark.parametrize("count", (2, 4))
-@pytest.mark.parametrize("case", ("sums", "gathers", "graphs", "after_another_training", "both", "late"))
+@pytest.mark.parametrize("case", ("sums", "gathers", "exchanges", "graphs", "after_another_training", "both", "late"))
 def test_peers_have_the_bits_of_nccl(count, case):
     assert all(ranks(count, case))
 

@@ -131,8 +131,10 @@ def of_run(config: RunConfig) -> dict[str, str]:
     if config.numerics.mode == STOCK and config.device.kind == "gpu" and config.layout.world > 1:
         refuse(lines(_cannot_gather(os.environ.get(_NCCL_ALGO, variables.get(_NCCL_ALGO, "")))))
     asked = ORDERED in os.environ or ORDERED in config.cluster.environment
-    if config.numerics.mode == STOCK and config.layout.tp * config.layout.cp == 1 and not asked:
-        variables.pop(ORDERED, None)  # Megatron asks for it with tensor or context parallelism alone
+    if config.layout.tp * config.layout.cp == 1 and not asked:
+        # Megatron asks for it with tensor or context parallelism alone. With it a kernel that waits for a collective,
+        # such as the sum of gradients that arrive, holds up all that is launched after it.
+        variables.pop(ORDERED, None)
     beside = "Megatron-FSDP moves weights and gradients" if config.fsdp else "the combined schedule moves tokens"
     if (config.fsdp or config.overlaps()) and variables.get(ORDERED) == "1":
         if asked:

@@ -94,11 +94,13 @@ def test_stock_takes_every_variable_of_the_user(device):
     "words, environment, expected",
     (
         ("numerics=stock tp=2", {}, "1"), ("numerics=stock", {}, None),
-        ("numerics=stock", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"), ("numerics=deterministic", {}, "1"),
-        ("numerics=deterministic ledger.digests=0 ddp.use_megatron_fsdp=true", {}, "8"),
+        ("numerics=stock", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"), ("numerics=deterministic", {}, None),
+        ("numerics=tree", {}, None), ("numerics=tree tp=2", {}, "1"),
+        ("numerics=deterministic ledger.digests=0 ddp.use_megatron_fsdp=true", {}, None),
+        ("numerics=deterministic ledger.digests=0 ddp.use_megatron_fsdp=true tp=2", {}, "8"),
     ),
 )  # fmt: skip
-def test_stock_orders_collectives_where_megatron_asks(words, environment, expected, monkeypatch):
+def test_collectives_are_ordered_where_megatron_asks(words, environment, expected, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.sums.symmetric_memory import DATA, peers_of
 from tp_invariant_recipes.numerics.sums.tree import Moving
 
 
@@ -140,6 +141,10 @@ def _exchanged(pieces: Iterable[Sequence[Sequence[Tensor]]], group: Any) -> Iter
 
 def _start(piece: Sequence[Tensor], group: Any) -> Moving:
     mine = piece[group.rank()]
+    # Copy engines leave the multiprocessors to the GEMMs of the backward pass.
+    peers = peers_of(group, mine, 4 * max(map(len, piece)), DATA)
+    if peers is not None and (exchange := peers.start_exchange(piece)) is not None:
+        return Moving(exchange.inbox, (exchange,))
     arrived = mine.new_empty(len(piece), mine.numel())
     if dist.get_backend(group) == "nccl":  # it takes the rows where they lie
         work = dist.all_to_all([*arrived], [*piece], group=group, async_op=True)

@@ -42,10 +42,10 @@ from torch import Tensor
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.tree_add import peer_add, tree_add
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 KEY = "device.peer_memory"
 SLOWEST = 1.0  # ms for a barrier; some 0.01 where no other process uses the GPUs
+TENSOR, DATA = "tensor", "data"  # kinds of groups
 LEAST = 2**20  # bytes that a rank reads of another; of less, barriers take as long as NCCL
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # else torch asks the driver for it
 _numbers = count()  # of buffers, so that each has a name of its own
@@ -147,6 +147,17 @@ class Peers:
             transfer.sent(slices[None])
         return PeerGather(self, whole, slices, arrived, transfer)
 
+    def start_exchange(self, rows: Sequence[Tensor]) -> "PeerExchange | None":
+        """Start sending every rank its row, fp32 without gaps, of that rank's size. None: NCCL is to do it."""
+        buffer = next((buffer for buffer in (self.sums, self.gathers) if not buffer.busy), None)
+        views = buffer and not listener and buffer.begin(self.size * max(map(len, rows)), torch.float32)
+        if not buffer or not views:
+            return None
+        for peer in self.order():
+            inbox = views[peer][: self.size * len(rows[peer])].view(self.size, len(rows[peer]))
+            self.copy(inbox[self.rank], rows[peer])
+        return PeerExchange(self, buffer, inbox, self.copied())  # of this rank, the last
+
     def transfer(self, operation: str) -> Any:
         """Return what digests the messages of a collective (features/guard/collectives.py); None: nothing does."""
         return listener[0](operation, self.group) if listener else None
@@ -227,6 +238,22 @@ class PeerSum:
 
 
 @dataclass
+class PeerExchange:
+    """Rows on their way to all ranks. inbox: [t, m] of this rank, row r of rank r. copies: the event that ends them."""
+
+    peers: Peers
+    buffer: Buffer
+    inbox: Tensor
+    copies: Any
+
+    def wait(self) -> None:
+        """Have the stream wait for the inbox, which is to be read on it before the next exchange starts."""
+        self.peers.wait(self.copies)
+        self.buffer.complete()
+        self.buffer.busy = False
+
+
+@dataclass
 class PeerGather:
     """A gather on its way. whole: all ranks' slices; own: this one's. events: by peer the end of its copy, in order."""
 
@@ -268,19 +295,20 @@ _choice: list[str] = ["never"]  # of this process, until a run chooses
 listener: list[Callable[[str, Any], Any]] = []  # one at most: of an operation and a group what digests its messages
 
 
-def peers_of(mesh: VirtualMesh, operand: Tensor, size: int) -> Peers | None:
+def peers_of(group: Any, operand: Tensor, size: int, parallel: str = TENSOR) -> Peers | None:
     """Return the group's ranks, if they are to read so many bytes of symmetric memory.
 
-    The first call for a group is a collective. Raises RunError: device.peer_memory=always, and they cannot.
+    The first call for a group is a collective. Raises RunError: device.peer_memory=always, and tensor-parallel ranks
+    cannot.
     """
     choice = _choice[0]
-    if mesh.group is None or not operand.is_cuda or choice == "never" or (size < LEAST and choice == "auto"):
+    if group is None or not operand.is_cuda or choice == "never" or (size < LEAST and choice == "auto"):
         return None
-    if mesh.group not in _peers:
+    if group not in _peers:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _peers[mesh.group] = _tried(mesh.group, operand.device)
-    return _peers[mesh.group]
+        _peers[group] = _tried(group, operand.device, parallel)
+    return _peers[group]
 
 
 def forget() -> None:
@@ -293,7 +321,7 @@ def choose(choice: str) -> None:
     _choice[0] = choice
 
 
-def _tried(group: Any, device: torch.device) -> Peers | None:
+def _tried(group: Any, device: torch.device, parallel: str = TENSOR) -> Peers | None:
     """Return the group's peers after an exactness check on which all ranks agree, and print its result."""
     problem, peers = _unsuitable(group, device), None
     if problem is None:
@@ -304,11 +332,11 @@ def _tried(group: Any, device: torch.device) -> Peers | None:
             problem = str(error).strip().partition("\n")[0] or repr(error)
         if not _everywhere(problem is None, group, device):
             problem = problem or "another rank cannot"
-    if problem is not None and _choice[0] == "always":
+    if problem is not None and _choice[0] == "always" and parallel == TENSOR:
         raise RunError(f"{KEY}=always: symmetric memory is not available: {problem}")
     if group.rank() == 0:
         how = "their memory" if problem is None else f"NCCL: {problem}"
-        print(f"sums over {group.size()} tensor-parallel ranks go through {how}", flush=True)
+        print(f"sums over {group.size()} {parallel}-parallel ranks go through {how}", flush=True)
     return peers if problem is None else None
 
 

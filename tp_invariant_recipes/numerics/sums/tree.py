@@ -101,7 +101,7 @@ def reduce_scatter_by_slices(
     nodes:   computes those of some tokens, [n, tokens, features] fp32, as `start_reduce_scatter` takes them.
     """
     tokens = operand.shape[0]
-    peers = peers_of(mesh, operand, tokens // mesh.size * features * 4)
+    peers = peers_of(mesh.group, operand, tokens // mesh.size * features * 4)
     started = None if peers is None else peers.begin_sum((tokens, features))
     if started is not None:
         halves = tokens // mesh.size // 2 * operand.shape[1] * features >= WORTH
@@ -120,7 +120,7 @@ def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing | Peer
     if mesh.size == 1:
         return Reducing(Moving(partials))
     node = tree_sum(partials)
-    peers = peers_of(mesh, node, node.numel() // mesh.size * 4)
+    peers = peers_of(mesh.group, node, node.numel() // mesh.size * 4)
     if peers is not None and (started := peers.begin_sum(node.shape)) is not None:
         for peer in peers.order():
             started.send(peer, node[started.rows(peer)])
@@ -150,7 +150,7 @@ def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:
     """
     if mesh.size == 1:
         return Moving(slices)
-    peers = peers_of(mesh, slices, slices.numel() * slices.dtype.itemsize)
+    peers = peers_of(mesh.group, slices, slices.numel() * slices.dtype.itemsize)
     if peers is not None and (gather := peers.start_gather(slices)) is not None:
         return Moving(gather.whole, (gather,))
     whole = slices.new_empty(mesh.size * slices.shape[0], *slices.shape[1:])

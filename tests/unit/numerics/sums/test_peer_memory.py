@@ -45,8 +45,8 @@ def trial(monkeypatch):
 
 
 def test_a_cpu_and_one_rank_ask_nobody():
-    assert symmetric_memory.peers_of(VirtualMesh(4, 2, 0, GROUP), torch.zeros(1), 2**30) is None
-    assert symmetric_memory.peers_of(VirtualMesh(4, 1, 0), torch.zeros(1), 2**30) is None
+    assert symmetric_memory.peers_of(GROUP, torch.zeros(1), 2**30) is None
+    assert symmetric_memory.peers_of(None, torch.zeros(1), 2**30) is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_choice_decides_whether_a_trial_is_made(monkeypatch, choose, value, 
     monkeypatch.setattr(symmetric_memory, "_tried", tried)
     monkeypatch.setattr(symmetric_memory, "_peers", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert symmetric_memory.peers_of(VirtualMesh(4, 2, 0, GROUP), Mock(is_cuda=True), size) is None
+    assert symmetric_memory.peers_of(GROUP, Mock(is_cuda=True), size) is None
     assert tried.call_count == asked
 
 
@@ -201,6 +201,27 @@ def test_rows_are_multiplied_as_they_arrive(monkeypatch, fp8, early):
     peers.gathers.busy = True  # by the next gather
     assert torch.equal(arriving.arrived().data if fp8 else arriving.arrived(), torch.cat(slices)) is not early
     assert peers.gathers.busy
+
+
+def test_rows_of_any_size_go_to_every_rank(monkeypatch):
+    """To the place of this rank in the inbox of each. A third exchange and one whose messages a guard digests: NCCL."""
+    rows = [torch.full((n,), float(n)) for n in (3, 0, 5, 2)]
+    peers, inboxes = _Copying(rows), [[torch.zeros(20) for _ in range(4)] for _ in range(2)]
+    for buffer, views in (("sums", inboxes[0]), ("gathers", inboxes[1])):
+        held = symmetric_memory.Buffer(Mock(**{"size.return_value": 4}), torch.device("cpu"))
+        held.handle = Mock(**{"get_buffer.side_effect": lambda rank, shape, dtype, v=views: v[rank][: shape[0]]})
+        held._size = 80
+        setattr(peers, buffer, held)
+    first, second = peers.start_exchange(rows), peers.start_exchange(rows)
+    assert peers.start_exchange(rows) is None
+    for exchange, views in ((first, inboxes[0]), (second, inboxes[1])):
+        exchange.wait()
+        assert exchange.inbox.shape == (4, 0)
+        assert [view.nonzero().view(-1).tolist() for view in views] == [[3, 4, 5], [], [5, 6, 7, 8, 9], [2, 3]]
+    assert (peers.sums.busy, peers.gathers.busy) == (False, False)
+    monkeypatch.setattr(symmetric_memory, "listener", [Mock()])
+    assert peers.start_exchange(rows) is None
+    assert not peers.sums.busy
 
 
 @pytest.mark.parametrize("least, cuts", ((0, [(2, 8), (2, 8), (3, 8), (3, 8), (0, 8), (0, 8), (1, 16)]), (2**33, None)))
