@@ -18,7 +18,8 @@ each summed over all data shards before they are added.
            summed each over data-parallel ranks
 
 Megatron adds the two in turns at pp=1, and what autograd gives it, which must be zeros then. `lookup` takes its mark
-off the weight, so that it adds none.
+off the weight, so that it adds none. For autograd the lookups have a weight of their own: main_grad is complete when
+the output layer's backward pass ends, so that `overlap_grad_reduce` reduces it under the layers'.
 
 Where a rank has one data shard, and the gradients of its lookups take less memory than their sum, they wait until the
 last backward pass has ended. The sum is made then, when there are no activations, and freed in the same step.
@@ -59,23 +60,28 @@ def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int 
         setattr(weight, TIED, True)
         setattr(weight, MARK, False)
     known = ids if elsewhere is None else ids.masked_fill(elsewhere, -1)
-    return _Lookup.apply(weight, known, elsewhere, contexts, ahead)
+    fsdp = hasattr(weight, "get_main_grad")  # its hooks on the weight wait for both
+    apart = getattr(weight, TIED, False) and not (ahead or fsdp) and main_grad_of(weight) is not None
+    of_autograd = weight.detach().requires_grad_(weight.requires_grad) if apart else weight
+    return _Lookup.apply(of_autograd, (weight,), known, elsewhere, contexts, ahead)
 
 
 class _Lookup(LayerFunction):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int, ahead: bool) -> Tensor:
-        ctx.save_for_backward(weight, ids)
-        ctx.contexts, ctx.ahead = contexts, ahead
+    def forward(
+        ctx: Any, weight: Tensor, owner: tuple[Tensor], ids: Tensor, elsewhere: Any, contexts: int, ahead: bool
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.owner, ctx.contexts, ctx.ahead = owner, contexts, ahead
         if elsewhere is None:
             return weight[ids]
         return weight[ids.clamp(min=0)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        weight, ids = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (weight,), (ids,) = ctx.owner, ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         parts = zip(gradients[0].chunk(ctx.contexts, 1), ids.chunk(ctx.contexts, 1), strict=True)
         looked_up = [(rows.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for rows, at in parts]
         ahead = ctx.ahead and main_grad_of(weight) is not None
@@ -89,9 +95,9 @@ class _Lookup(LayerFunction):
             else:
                 _add_apart(weight, name, looked_up)
             # Without `ahead` autograd has another stand-in for this weight: the output layer's, or that of `ahead`.
-            return (added_to_main_grad(weight) if ahead else None), None, None, None, None
+            return (added_to_main_grad(weight) if ahead else None), None, None, None, None, None
         gradient = weight_gradient(weight, *(partial(_add, weight, *lookups) for lookups in looked_up))
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def _add(weight: Tensor, rows: Tensor, at: Tensor, out: Tensor, add: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.layers import embedding
+from tp_invariant_recipes.numerics.layers import embedding, linear
 from tp_invariant_recipes.numerics.layers.cross_entropy import rank_of
 from tp_invariant_recipes.numerics.megatron import local
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -37,6 +37,20 @@ def test_each_lookup_tells_megatron_that_the_weight_has_a_gradient(ahead):
     assert weight.grad_added_to_main_grad
     rows = weight.main_grad + sum(embedding.sums_of_their_own(weight))[0] if ahead else weight.main_grad
     assert rows.sum(1).tolist() == [0, 4, 0, 4, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("tied", (True, False))
+def test_the_gradient_of_the_output_layer_does_not_wait_for_the_lookups_of_its_weight(tied):
+    weight, order = weight_with_main_grad(), []
+    weight.zero_out_wgrad = tied
+    rows = embedding.lookup(weight, torch.tensor([[1, 3]]), None)
+    accumulated = weight.expand_as(weight).grad_fn.next_functions[0][0]  # as Megatron finds it
+    accumulated.register_hook(lambda *_: order.append("output layer"))
+    rows.register_hook(lambda gradient: order.append("lookups"))
+    linear.column_parallel(rows, weight, VirtualMesh(1, 1, 0), 1, False).sum().backward()
+    assert order == (["output layer", "lookups"] if tied else ["lookups", "output layer"])
+    assert weight.main_grad.any()
+    assert len(embedding.sums_of_their_own(weight)) == tied
 
 
 def test_lookups_ahead_are_added_before_the_others():
