@@ -13,6 +13,7 @@ import torch
 from tests import examples, hf_folders
 from tests.distributed.faults import product_per_rank
 from tests.distributed.scenario import STOCK, Scenario, agree, stock_differs, unequal
+from tests.distributed.small_models import GATHER
 from tests.operands import same_bits
 from tests.recipe_files import TUNED
 from tp_invariant_recipes.ledger.bits import bits_float
@@ -145,6 +146,7 @@ LAYOUTS = ("dp=2", "dp=2 mbs=2 tp=2", "pp=2", "tp=2 pp=2", "tp=4 sp=false", "tp=
 SAME = (
     "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",
     "optimizer.use_distributed_optimizer=true ddp.overlap_grad_reduce=false dp=2 tp=2",
+    f"dp=2 {GATHER}",
 )
 
 
