@@ -22,10 +22,9 @@ gpu_problems = partial(problems_of, device="gpu")
 
 # Ours
 
-_ON_HOPPER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # Compute capability, GPUs of a node, its processors, variables.
 SHIPPED = {
-    "h100": ((9, 0), 8, "x86_64", _ON_HOPPER), "h200": ((9, 0), 8, "x86_64", _ON_HOPPER),
+    "h100": ((9, 0), 8, "x86_64", {}), "h200": ((9, 0), 8, "x86_64", {}),
     "b300": ((10, 3), 8, "x86_64", {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_IGNORE_CPU_AFFINITY": "1"}),
     "gb300": ((10, 3), 4, "aarch64", None), "gh200": ((9, 0), 1, "aarch64", None),
 }  # fmt: skip
@@ -53,7 +52,6 @@ def test_variables_are_typed_as_intended():
     assert cluster(*(f"cluster.environment.{k}={v}" for k, v in typed.items()))["environment"] == typed
     assert cluster("cluster=h100", "cluster.environment.NCCL_DEBUG=INFO")["environment"].keys() == {
         "TORCH_NCCL_HIGH_PRIORITY",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
         "NCCL_DEBUG",
     }
 

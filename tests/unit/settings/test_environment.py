@@ -94,9 +94,10 @@ def test_stock_takes_every_variable_of_the_user(device):
     "words, environment, expected",
     (
         ("numerics=stock tp=2", {}, "1"), ("numerics=stock", {}, None),
-        ("numerics=stock", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"), ("numerics=deterministic", {}, None),
-        ("numerics=tree", {}, None), ("numerics=tree tp=2", {}, "1"),
-        ("numerics=deterministic ledger.digests=0 ddp.use_megatron_fsdp=true", {}, None),
+        ("numerics=stock", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"), ("numerics=deterministic", {}, "32"),
+        ("numerics=tree", {}, "32"), ("numerics=tree", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8"),
+        ("numerics=tree tp=2", {}, "1"),
+        ("numerics=deterministic ledger.digests=0 ddp.use_megatron_fsdp=true", {}, "32"),
         ("numerics=deterministic ledger.digests=0 ddp.use_megatron_fsdp=true tp=2", {}, "8"),
     ),
 )  # fmt: skip
@@ -117,7 +118,7 @@ def test_the_combined_schedule_has_streams_that_run_side_by_side(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     config = compose("qwen3_moe_toy", COMBINED.split(), device="gpu").config
     variables, reuse = of_run(config), "graph_capture_record_stream_reuse:True"
-    assert [variables[name] for name in (environment.ORDERED, environment.ALLOCATOR)] == ["8", reuse]
+    assert [variables[name] for name in (environment.ORDERED, environment.ALLOCATOR)] == ["32", reuse]
     monkeypatch.setenv(environment.ALLOCATOR, "max_split_size_mb:64")
     assert of_run(config)[environment.ALLOCATOR] == f"max_split_size_mb:64,{reuse}"
     monkeypatch.setenv(environment.ORDERED, "1")

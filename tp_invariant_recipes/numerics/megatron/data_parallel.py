@@ -90,6 +90,20 @@ def _prepare(
             bucket.buffers = (buffer.grad_data, *buffer.context_data)
 
 
+def tied_weights_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for DistributedOptimizer.compute_full_param_layout: a tied weight has a bucket of its own,
+    which is complete before the layers' are. Otherwise it is the last, with all that the first layer has left.
+    """
+
+    def compute_full_param_layout(weights: Sequence[Any], bucket_size: int | None, *args: Any, **kwargs: Any) -> Any:
+        for weight in weights if bucket_size else ():
+            if getattr(weight, embedding.MARK, False):
+                weight.shared_embedding = True
+        return original(weights, bucket_size, *args, **kwargs)
+
+    return compute_full_param_layout
+
+
 def counters(
     config: Any,
     of_rank: int,

@@ -113,6 +113,9 @@ ROWS = (
     ReplacementRow("megatron.core.distributed:DistributedDataParallel.__init__",
         "numerics.megatron.data_parallel:prepared", "a rank may have several data shards and context shards",
         settings=("data_shards", "context_shards")),
+    ReplacementRow("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.compute_full_param_layout",
+        "numerics.megatron.data_parallel:tied_weights_alone",
+        "a tied weight's gradient, reduced with the first layer's, would be under no backward pass"),
     ReplacementRow("megatron.core.distributed:DistributedDataParallel._make_backward_post_hook",
         "numerics.megatron.data_parallel:recording_model", _SHARD_ENDS),
     *(

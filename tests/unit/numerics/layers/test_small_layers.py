@@ -12,7 +12,7 @@ import torch
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers import embedding, linear
 from tp_invariant_recipes.numerics.layers.cross_entropy import rank_of
-from tp_invariant_recipes.numerics.megatron import local
+from tp_invariant_recipes.numerics.megatron import data_parallel, local
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
@@ -51,6 +51,24 @@ def test_the_gradient_of_the_output_layer_does_not_wait_for_the_lookups_of_its_w
     assert order == (["output layer", "lookups"] if tied else ["lookups", "output layer"])
     assert weight.main_grad.any()
     assert len(embedding.sums_of_their_own(weight)) == tied
+
+
+@pytest.mark.parametrize(
+    "size, tied, buckets", ((100, True, [[2, 1], [0]]), (100, False, [[2, 1, 0]]), (None, True, [[2, 1, 0]]))
+)
+def test_a_tied_weight_has_a_bucket_of_its_own(size, tied, buckets):
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    weights = [torch.nn.Parameter(torch.zeros(4, 8)) for _ in range(3)]  # as a model has them: the embedding first
+    weights[0].zero_out_wgrad = tied
+    weights[1].data = weights[2].data = torch.zeros(2, 8)
+    layout = data_parallel.tied_weights_alone(DistributedOptimizer.compute_full_param_layout)
+    (made,) = layout(weights, size, 2, DistributedDataParallelConfig(use_distributed_optimizer=True)).layouts.values()
+    of_bucket = {}
+    for weight, (*_, bucket) in made.param_index_map.items():
+        of_bucket.setdefault(bucket, []).append(next(n for n, other in enumerate(weights) if other is weight))
+    assert [*of_bucket.values()] == buckets
 
 
 def test_lookups_ahead_are_added_before_the_others():

@@ -215,7 +215,7 @@ def test_rows_of_any_size_go_to_every_rank(monkeypatch):
     first, second = peers.start_exchange(rows), peers.start_exchange(rows)
     assert peers.start_exchange(rows) is None
     for exchange, views in ((first, inboxes[0]), (second, inboxes[1])):
-        exchange.wait()
+        exchange.wait()  # for the peers
         assert exchange.inbox.shape == (4, 0)
         assert [view.nonzero().view(-1).tolist() for view in views] == [[3, 4, 5], [], [5, 6, 7, 8, 9], [2, 3]]
     assert (peers.sums.busy, peers.gathers.busy) == (False, False)
