@@ -23,10 +23,13 @@ GROUP, AUTO, OFF = "cuda_graph", "auto", "off"
 LEAST_STEPS = {"full": 6, "te": 10}
 OPTIONS = tuple(LEAST_STEPS)
 
-# (tp, ep) at which graphs of a whole step of experts were compared with eager runs (docs/audit.md): beside attention,
-# and beside Mamba or MLA.
-_COMPARED = {(1, 1), (1, 2), (1, 4), (2, 2)}
-_COMPARED_MIXED = {(1, 2)}
+# (tp, cp, ep) at which graphs of a whole step of experts were compared with eager runs, by the layers beside them.
+_COMPARED = {
+    "attention": {(1, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2)},
+    "latent": {(1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2)},
+    "mamba": {(1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2)},
+    "delta": {(1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2)},
+}
 
 # What is captured only when asked for: its graphs have not been compared with eager runs.
 EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
@@ -85,10 +88,10 @@ def captured(config: RunConfig, option: str, typed: Collection[str]) -> RunConfi
 
 def _uncompared(config: RunConfig) -> bool:
     """Whether no graph of a whole step has been compared with eager runs of such a model with experts."""
-    shape, layout = config.shape, config.layout
-    if families.delta_sizes(config.model) or (config.numerics.context_shards or 1) > 1:
-        return True
-    return (layout.tp, layout.ep) not in (_COMPARED_MIXED if shape.pattern or shape.latent else _COMPARED)
+    shape, at = config.shape, config.layout
+    kinds = {"delta": families.delta_sizes(config.model), "latent": shape.latent, "mamba": shape.pattern}
+    has = next((kind for kind, there in kinds.items() if there), "attention")
+    return (at.tp, at.cp, at.ep) not in _COMPARED[has]
 
 
 def _too_short(config: RunConfig, least: int) -> list[str]:

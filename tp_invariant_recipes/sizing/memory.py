@@ -23,7 +23,7 @@ MIB, GIB = 2**20, 2**30
 # Parts that are numbers of parameters times bytes, and the others.
 COUNTED = WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOSS, FIRST_STEP, LIBRARIES = "activations", "loss", "first step", "libraries"
-GRAPHS = "CUDA graphs"
+GRAPHS, UNUSED = "CUDA graphs", "unused"
 
 # cuBLAS's workspace and Transformer Engine's, 32 MiB each, and what torch's allocator loses to rounding: it does not
 # split the last MiB off a block, and a step of Qwen3-8B keeps some 400.
@@ -79,7 +79,7 @@ class Estimate:
     @property
     def allocated(self) -> int:
         """Bytes that torch's allocator counts after the first step: `torch.cuda.max_memory_allocated` of a step."""
-        return self.rank - self.outside - self.parts[FIRST_STEP] - self.parts[GRAPHS]
+        return self.rank - self.outside - sum(self.parts[part] for part in (FIRST_STEP, GRAPHS, UNUSED))
 
     @property
     def node(self) -> int:
@@ -88,7 +88,7 @@ class Estimate:
 
     def least(self, error: float) -> float:
         """Bytes that the rank needs even if all that is estimated, and followed, is this part of it too high."""
-        omitted = {part for parts in self.unfollowed.values() for part in parts}
+        omitted = {UNUSED, *(part for parts in self.unfollowed.values() for part in parts)}
         certain = {part: size for part, size in self.parts.items() if part not in omitted}
         return sum(size * (1 if part in COUNTED else 1 - error) for part, size in certain.items())
 
@@ -168,6 +168,7 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     step = _of_step(config, at, trained, matrices.largest)
     working[LOSS] = max(working[LOSS], step - standing)
     working[GRAPHS] = _of_graphs(config, batch, held, step, _in_flight(config, at, stage))
+    working[UNUSED] = _unused(config, batch) * last
     units = [sum((size.weights(config.shape, part) for part in layer), Weights()) for layer in held]
     inner = sum((unit * count for unit, count in zip(units, held.values(), strict=True)), Weights())
     states = _states(config, at, weights, trained, lookups, matrices)
@@ -287,6 +288,19 @@ def _of_graphs(config: RunConfig, batch: MicroBatch, held: Counter[str], step: i
     row = batch.slice * config.shape.hidden * batch.element
     backward = max(_backward(config, batch, layer) for layer in held)
     return CAPTURED + step + int(backward + 2 * row * held.total() * in_flight)
+
+
+def _unused(config: RunConfig, batch: MicroBatch) -> int:
+    """Bytes of the logits' largest block, which small tensors split that stay: the next step needs another.
+
+    cuBLAS's workspaces and the optimizer's moments do so; in a graph of the whole step, whose memory is its own, the
+    workspaces once more. The invariant modes allocate both apart (numerics/megatron/).
+    """
+    if config.numerics.invariant or config.device.kind == "cpu":
+        return 0
+    width = batch.element if config.model.get("cross_entropy_loss_fusion") else FP32
+    blocks = 1 + (config.model.get("cuda_graph_impl") == cuda_graphs.FULL)
+    return blocks * width * batch.tokens * (config.shape.vocabulary // config.layout.tp)
 
 
 def _held(weights: Weights, at: Layout) -> tuple[int, int]:

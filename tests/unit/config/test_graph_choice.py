@@ -20,12 +20,15 @@ CHOSEN = {
     "qwen3_moe_toy": (FULL, "full"),
     "qwen3_moe_toy dp=2 ep=2 gbs=2": (FULL, "full"),
     "qwen3_moe_toy dp=4 ep=4 gbs=4 model.moe_expert_capacity_factor=1.0": (FULL, "full"),
+    "qwen3_moe_toy tp=2 ep=2": (FULL, "full"),
     "qwen3_moe_toy tp=2 ep=4 dp=2 gbs=2": (TE, "te"),
+    "moonlight_1b tp=2 ep=2": (FULL, "full"),
     "nemotron3_nano_toy dp=2 ep=2 gbs=2": (FULL, "full"),
     "qwen3_moe_toy guard=products": (TE, "te"),
     "qwen3_moe_toy numerics=stock": (TE, "te"),
-    "nemotron3_nano_toy": (TE, "te"),
-    "qwen3_moe_toy cp=2 seq=256": (OFF, "off: numerics=tree: a captured layer gets a mask"),
+    "nemotron3_nano_toy": (FULL, "full"),
+    "qwen3_moe_toy cp=2 ep=2 seq=256": (FULL, "full"),
+    "qwen3_moe_toy cp=4 seq=512": (OFF, "off: numerics=tree: a captured layer gets a mask"),
     "qwen3_0p6b ddp.check_for_nan_in_grad=true": (TE, "te"),
     "qwen3_moe_toy numerics=portable": (OFF, "off: numerics=portable: experts have not been captured; "),
     "qwen3_0p6b numerics=gather": (OFF, "off: numerics=gather: its layers have not been captured"),
@@ -109,8 +112,9 @@ def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
     assert auto != named
 
 
-def test_experts_beside_a_gated_delta_net_are_captured_whole_when_asked():
-    attention = compose("qwen3_moe_toy", ["dp=2", "ep=2", "gbs=2"], device="gpu").config
+def test_experts_are_captured_whole_when_asked_where_no_graph_was_compared():
+    """The layers beside them decide, too."""
+    attention = compose("qwen3_moe_toy", ["cp=2", "ep=2", "seq=256"], device="gpu").config
     delta_net = attention.with_fields("model", experimental_attention_variant="gated_delta_net")
     assert graph_choice.beyond(attention, "full") == []
     (why,) = graph_choice.beyond(delta_net, "full")

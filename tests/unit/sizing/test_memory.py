@@ -44,10 +44,19 @@ WHOLE_RUNS = (
     ("nemotron3_nano", f"tp=2 ep=2 {NEMOTRON_21}", 122),
 )
 
+# GiB that torch's allocator holds after seven steps, among them parts of blocks that it cannot use (H200).
+RESERVED = (
+    ("qwen3_0p6b", "seq=4096 gbs=4 numerics=deterministic cuda_graph=off", 21.29),
+    ("qwen3_0p6b", "seq=4096 gbs=4 numerics=deterministic cuda_graph=full", 24.06),
+    ("qwen3_0p6b", "seq=4096 gbs=4 numerics=stock cuda_graph=off", 19.64),
+    ("llama32_1b", "seq=2048 gbs=4 numerics=deterministic cuda_graph=off", 26.57),
+    ("qwen3_moe_0p8b", "seq=2048 gbs=4 numerics=deterministic cuda_graph=off", 16.81),
+)
+
 # Experts at ep = dp: GiB of a rank, tree and stock, as docs/memory.md lists them.
 SHARED = (
-    ("qwen3_30b_a3b", "ep=8 dp=8 gbs=8 seq=4096", 104.96, 103.09),
-    ("nemotron3_nano", "ep=8 dp=8 gbs=16 seq=8192 mbs=2", 127.77, 173.27),
+    ("qwen3_30b_a3b", "ep=8 dp=8 gbs=8 seq=4096", 104.96, 104.25),
+    ("nemotron3_nano", "ep=8 dp=8 gbs=16 seq=8192 mbs=2", 127.77, 177.27),
 )
 
 # Proportional set size in MiB of all processes of a run on a CPU: overrides, peak.
@@ -104,6 +113,13 @@ def test_a_measured_peak_is_met(model, overrides, peak, ratio, mode):
     assert measured < estimated.allocated / GIB < measured * (1 + WITHIN)
     # A run is refused only if it needs more without a part of what is not counted exactly: the estimate's error there.
     assert estimated.least(available_memory.ERROR) < measured * GIB + estimated.outside + estimated.parts[FIRST_STEP]
+
+
+@pytest.mark.parametrize("model, overrides, reserved", RESERVED, ids=lambda value: str(value).replace(" ", ","))
+def test_what_the_allocator_cannot_use_is_counted(model, overrides, reserved):
+    estimated = estimate(model, overrides)
+    assert reserved < (estimated.rank - estimated.outside) / GIB < reserved * 1.11
+    assert estimated.least(0) < estimated.rank  # no reason to refuse a run
 
 
 @pytest.mark.parametrize("sequence", (2048, 8192))
