@@ -26,7 +26,7 @@ CHOSEN = {
     "nemotron3_nano_toy dp=2 ep=2 gbs=2": (FULL, "full"),
     "qwen3_moe_toy guard=products": (TE, "te"),
     "qwen3_moe_toy numerics=stock": (TE, "te"),
-    "nemotron3_nano_toy": (FULL, "full"),
+    "nemotron3_nano_toy": (TE, "te"),
     "qwen3_moe_toy cp=2 ep=2 seq=256": (FULL, "full"),
     "qwen3_moe_toy cp=4 seq=512": (OFF, "off: numerics=tree: a captured layer gets a mask"),
     "qwen3_0p6b ddp.check_for_nan_in_grad=true": (TE, "te"),
