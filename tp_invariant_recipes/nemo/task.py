@@ -2,7 +2,7 @@
 """The entry point of a task that the plugin has changed: Bridge's pretrain(), with invariant numerics and a ledger.
 
 The variables of the plugin say how. The switch for other programs (tp_invariant_recipes/patch_mode.py) makes the
-numerics, and the callbacks of `tpi train` make the ledger.
+numerics, and `tpi.LedgerCallback` makes the ledger.
 """
 
 import json
@@ -21,7 +21,6 @@ from tp_invariant_recipes.replacement import Replacement, applied
 RUNNER = "tp_invariant_recipes.nemo"
 LEDGER = "TPI_LEDGER"
 SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"  # of tp_invariant_recipes/patch_mode.py
-STATE_DIGESTS = 10  # steps between digests of the moments, as `ledger.state_digests` has it
 
 
 def variables(ledger: str, shards: int) -> dict[str, str]:
@@ -109,85 +108,46 @@ def _pretrain_recorded(
 ) -> None:
     from megatron.bridge.training.callbacks import CallbackManager
 
-    from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
-    from tp_invariant_recipes.observe.recording import recording
+    from tp_invariant_recipes.observe.ledger_callback import LedgerCallback
     from tp_invariant_recipes.runs.run_dir import RunDir
-    from tp_invariant_recipes.settings.sections import LedgerSettings
-    from tp_invariant_recipes.training.rank import RankInfo, closing
+    from tp_invariant_recipes.training.rank import closing
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run_dir = RunDir(Path(os.environ[LEDGER]))
-    run = described(config, world)
     if run_dir.ledger.exists() and config.checkpoint.load is None:
         raise RunError(f"{run_dir.path} holds the ledger of another task; give this one a folder of its own")
-    if rank == world - 1:
-        from tp_invariant_recipes.machine.versions import versions
-        from tp_invariant_recipes.settings.environment import recorded
-        from tp_invariant_recipes.settings.secrets import without
-
-        run_dir.write(run_dir.config, without(_plain(config)))
-        run_dir.write(run_dir.environment, recorded(os.environ))
-        run_dir.write(run_dir.versions, versions())
-        run_dir.write(run_dir.run, run.as_json())
-    info = RankInfo(rank, int(os.environ.get("LOCAL_RANK", rank)), world, world, "", ())
-    ledger_callbacks = recording(run_dir, info, run, LedgerSettings(state_digests=STATE_DIGESTS))
-    step = OptimizerStep(ledger_callbacks)
-    with ExitStack() as stack:
-        stack.enter_context(closing(ledger_callbacks))
-        stack.callback(step.restore)
-        if isinstance(callbacks, CallbackManager):
-            callbacks.add([*ledger_callbacks, step])
+    ledger = LedgerCallback(run_dir.path)
+    if isinstance(callbacks, CallbackManager):
+        callbacks.add(ledger)
+    else:
+        callbacks = [*(callbacks or []), ledger]
+    try:
+        with closing([ledger]):
             original(config, forward_step_func, callbacks=callbacks)
-        else:
-            original(config, forward_step_func, callbacks=[*(callbacks or []), *ledger_callbacks, step])
+    finally:
+        if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1) and run_dir.ledger.exists():
+            _write_files(run_dir, config)
 
 
-# What the patch mode sets.
-_NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "initial_weights": "invariant"}
-
-
-def described(config: Any, world: int) -> RunFile:
-    """Return `run.json` of a ConfigContainer on `world` ranks; paths of data stand for data without a digest."""
-    from tp_invariant_recipes.config import fingerprint as identities
-    from tp_invariant_recipes.ledger.record import Header
-    from tp_invariant_recipes.ledger.schema import SHARDS as COUNTS
+def _write_files(run_dir: Any, config: Any) -> None:
+    """Write what a certificate holds beside the ledger."""
+    from tp_invariant_recipes.ledger.open import streamed
     from tp_invariant_recipes.machine import gpus
-    from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
+    from tp_invariant_recipes.settings.secrets import without
 
-    model = config.model
-    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-    cp, ep = model.context_parallel_size, model.expert_model_parallel_size
-    dp = world // (tp * pp * cp)
-    experts = bool(getattr(model, "num_moe_experts", None))
-    groups = ExpertGroups(None, dp, cp, tp, cp, dp, ep).least if experts else None
-    counts = {key: count for key, count in zip(COUNTS, (dp, cp, groups), strict=True) if count is not None}
-    sections = _plain(config)
-    identity = (
-        identities.of_sections(sections)
-        | {
-            "data.kind": type(config.dataset).__name__,
-            "data.digest": str((sections.get("dataset") or {}).get("blend")),
-        }
-        | counts
-    )
-    identity = dict(sorted(identity.items()))
-    etp = model.expert_tensor_parallel_size or tp
-    layout = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "etp": etp, "sp": bool(model.sequence_parallel)}
-    shards = {key.partition(".")[2]: count for key, count in counts.items()}
-    shards["virtual_shards"] = int(os.environ[SHARDS])
-    return RunFile(
-        model=type(model).__name__,
+    header = streamed(run_dir.path).header
+    run = RunFile(
+        model=type(config.model).__name__,
         overrides=(),
         device="gpu" if gpus.visible() else "cpu",
-        layout=layout,
-        numerics=_NUMERICS | shards,
-        identity=identity,
-        identity_hash=Header(identity=identity).identity_hash,
+        layout=header.layout,
+        numerics=header.numerics,
+        identity=header.identity,
+        identity_hash=header.identity_hash,
         attempts=(),
     )
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """Return a ConfigContainer as JSON has it; an object that is no text as the name of its class."""
+    # Values that are no text are named by their class.
     text = json.dumps(config.to_dict(), default=lambda value: type(value).__qualname__)
-    return json.loads(text, parse_constant=str)
+    run_dir.write(run_dir.config, without(json.loads(text, parse_constant=str)))
+    run_dir.write(run_dir.environment, header.environment)
+    run_dir.write(run_dir.versions, header.versions)
+    run_dir.write(run_dir.run, run.as_json())

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.config import fingerprint
+from tp_invariant_recipes.ledger.schema import SHARDS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.observe.digests.callback import Digests
 from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
 from tp_invariant_recipes.observe.recorder import Recorder
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import expert_groups
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import LedgerSettings
 from tp_invariant_recipes.sources import recipe_fields
@@ -109,4 +111,11 @@ def _described(container: "ConfigContainer") -> tuple[RunConfig, dict[str, Any],
     if numerics["mode"] not in mode.MEGATRONS:
         numerics["virtual_shards"] = model.virtual_shards
     run = RunConfig({**sections, "numerics": numerics, "parallel": {"data_parallel_size": ranks}})
-    return run, fingerprint.of_sections(sections), {}
+    identity = fingerprint.of_sections(sections) | {
+        "data.kind": type(container.dataset).__name__,
+        "data.digest": str((sections.get("dataset") or {}).get("blend")),  # paths stand for their contents
+    }
+    if run.numerics.invariant:
+        counts = run.layout.dp, run.layout.cp, expert_groups.groups_of_run(run)
+        identity |= {key: count for key, count in zip(SHARDS, counts, strict=True) if count is not None}
+    return run, dict(sorted(identity.items())), {}

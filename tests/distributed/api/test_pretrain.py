@@ -159,6 +159,7 @@ def test_a_ledger_of_ones_own_bridge_program(tmp_path):
     ledger = tpi.Ledger.open(tmp_path / "deterministic-1")
     assert [(step.loss.value, step.grad_norm.value) for step in ledger] == recorded[0]
     assert ledger.identity["model.num_layers"] == 1
+    assert {"data.kind", "data.digest"} <= ledger.identity.keys()
     assert len(ledger[0].gradients) == 10
     assert ledger[1].moments
     on_ranks(2, 8, _bridges, tmp_path, "deterministic", True)
@@ -171,7 +172,9 @@ def test_patch_mode_makes_bridges_own_program_invariant(tmp_path):
     for ranks in (1, 2):
         on_ranks(ranks, 8, _bridges, tmp_path, "deterministic", True, True)
     assert tpi.compare(tmp_path / "deterministic-1", tmp_path / "deterministic-2").identical
-    assert tpi.Ledger.open(tmp_path / "deterministic-2").numerics == {"mode": "tree", "virtual_shards": 8}
+    ledger = tpi.Ledger.open(tmp_path / "deterministic-2")
+    assert ledger.numerics == {"mode": "tree", "virtual_shards": 8}
+    assert ledger.identity["numerics.data_shards"] == ledger.identity["numerics.context_shards"] == 1
 
 
 @pytest.mark.release
