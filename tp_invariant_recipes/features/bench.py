@@ -50,11 +50,8 @@ ON = {
     "fused": tuple(f"model.{name}_fusion" for name in _FUSED),
     "overlapped": (
         *("ddp.overlap_grad_reduce", "ddp.overlap_param_gather", "comm_overlap.tp_comm_overlap"),
-        *(
-            "model.overlap_p2p_comm",
-            "comm_overlap.overlap_moe_expert_parallel_comm",
-            "comm_overlap.delay_wgrad_compute",
-        ),
+        *("model.overlap_p2p_comm", "model.overlap_moe_expert_parallel_comm"),
+        *("comm_overlap.overlap_moe_expert_parallel_comm", "comm_overlap.delay_wgrad_compute"),
     ),
     "dispatcher": ("model.moe_token_dispatcher_type", "model.moe_flex_dispatcher_backend"),
 }
