@@ -69,6 +69,8 @@ def _on_cpu(device: Any) -> Any:
 class _Inert:
     """Replaces a CUDA stream or event: every method does nothing and returns another such object."""
 
+    priority_range = staticmethod(lambda: (0, 0))
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 

@@ -29,7 +29,7 @@ MORE = (
     f"{EXPERTS} tp=2 dp=2 ep=4 numerics.expert_groups=1 {CAPACITY}",
     f"{EXPERTS} cp=2 dp=2 ep=4 numerics.data_shards=4 numerics.expert_groups=4",
     f"{EXPERTS} dp=2 ep=2 {STAGES} model.batch_p2p_comm=false",
-    f"{EXPERTS} dp=2 ep=2 numerics=portable gbs=2",
+    f"{EXPERTS} dp=2 ep=2 numerics=portable gbs=2 model.high_priority_a2a_comm_stream=true",
     f"{EXPERTS} dp=2 ep=2 numerics=deterministic",
     f"{small('deepseek_v3_toy')} iters=2 gbs=8 dp=2 ep=2 save=0 ledger.digests=1",
     "gpt_oss_toy seq=32 iters=2 gbs=8 dp=2 ep=2 save=0 ledger.digests=1",

@@ -22,6 +22,7 @@ BIASES = (
     "model.moe_router_enable_expert_bias=true model.moe_router_score_function=sigmoid "
     "model.moe_router_load_balancing_type=none"
 )
+COMBINED = "gbs=8 model.overlap_moe_expert_parallel_comm=true"
 WARM_UP = 3
 AGAIN = "a step needs more slots for experts than its CUDA graph has"
 
@@ -98,15 +99,16 @@ def graphs(margin: float, blind: bool = False):
         f"{OVERLAP} {BIASES}",
         pytest.param("validation.eval_interval=2 validation.eval_iters=1 model.mtp_num_layers=1 "
             "model.mtp_loss_scaling_factor=0.1 model.moe_expert_capacity_factor=1.0", marks=pytest.mark.release),
+        pytest.param(f"gbs=8 {BIASES}", marks=pytest.mark.release),
     ),
-    ids=("plain", "overlap and biases", "validation, MTP, capacity"),
+    ids=("plain", "overlap and biases", "validation, MTP, capacity", "combined schedule"),
 )  # fmt: skip
 def test_a_run_has_the_ledger_of_one_without_graphs(scenario, more):
     """Steps 4 to 7 are in graphs; with a margin below 1 the first of them is void, and computed again."""
     run = scenario(EXPERTS, more)
     steps = run.ledger()
     for margin in (1.25, 0.9):
-        graphed = run.planted(graphs(margin))
+        graphed = run(more.replace("gbs=8", COMBINED)).planted(graphs(margin))
         assert unequal(steps, graphed.ledger()) == []
         assert (AGAIN in (graphed.run / "logs" / "rank-0.log").read_text()) == (margin < 1)
 
