@@ -131,12 +131,10 @@ def of_run(config: RunConfig) -> dict[str, str]:
     if config.numerics.mode == STOCK and config.device.kind == "gpu" and config.layout.world > 1:
         refuse(lines(_cannot_gather(os.environ.get(_NCCL_ALGO, variables.get(_NCCL_ALGO, "")))))
     asked = ORDERED in os.environ or ORDERED in config.cluster.environment
-    if config.layout.tp * config.layout.cp == 1 and not asked:
-        # Megatron asks for 1 with tensor or context parallelism alone. The fewer queues a GPU has, the more kernels
-        # wait behind one that waits for a collective, such as the sum of gradients that arrive.
-        variables.pop(ORDERED, None)
-        if config.numerics.mode != STOCK:
-            variables[ORDERED] = "32"
+    # Megatron asks for 1 with tensor or context parallelism alone. The fewer queues a GPU has, the more kernels wait
+    # behind one that waits for a collective, such as the sum of gradients that arrive.
+    if config.layout.tp * config.layout.cp == 1 and not asked and variables.pop(ORDERED, None) is not None:
+        variables |= {} if config.numerics.mode == STOCK else {ORDERED: "32"}
     beside = "Megatron-FSDP moves weights and gradients" if config.fsdp else "the combined schedule moves tokens"
     if (config.fsdp or config.overlaps()) and variables.get(ORDERED) == "1":
         if asked:

@@ -107,6 +107,7 @@ def test_collectives_are_ordered_where_megatron_asks(words, environment, expecte
         monkeypatch.setenv(name, value)
     variables = of_run(compose("qwen3_toy", words.split(), device="gpu").config)
     assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in of_run(compose("qwen3_toy", [], device="cpu").config)
 
 
 COMBINED = "dp=2 ep=2 gbs=2 cuda_graph=full model.overlap_moe_expert_parallel_comm=true"
