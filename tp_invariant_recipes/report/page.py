@@ -36,19 +36,6 @@ def write(file: Path, data: bytes) -> None:
         raise RunError(f"cannot write {file}: {error.strerror or error}") from error
 
 
-def html(template: str, **values: Any) -> str:
-    """Return a page of a template beside this module, in colours for light and dark screens."""
-    environment = Environment(
-        loader=PackageLoader(__name__.rpartition(".")[0], "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(light=style_sheet(0), dark=style_sheet(1), **values)
-
-
 def svg(drawing: Drawing) -> str:
     """Return the drawing as an <svg> element for a page, in the page's colours and font."""
     with settings(**{"svg.hashsalt": drawing.name}), warnings.catch_warnings():
@@ -121,8 +108,17 @@ def page(report: Report, parts: tuple[Section, ...], progress: Progress | None =
     """Return the HTML. parts: the result of `sections`. progress: told (figures drawn, figures in all)."""
     each = [run.facts for run in report.runs]
     names = dict.fromkeys(name for facts in each for name in facts)
-    return html(
-        "page.html.j2",
+    environment = Environment(
+        loader=PackageLoader(__name__.rpartition(".")[0], "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        light=style_sheet(0),
+        dark=style_sheet(1),
         title=headline(report),
         verdicts=_boxes(report),
         runs=[run.label for run in report.runs],

@@ -149,9 +149,9 @@ class Engine:
         """Decode the sequences that join a schedule of `opened`, until `between` returns False.
 
         between: called on every rank before each pass, to let sequences join and leave, with the completions that ended
-            in the pass before, and whether no coupled rank had anything to compute.
+            in the pass before, and whether no coupled rank had anything to compute then; False before the first.
         """
-        group, count, idle = self.coupled, 0, True
+        group, count, idle = self.coupled, 0, False
         ended: list[Completion] = []
         with self._cache(self._blocks, 1).entered():
             while between(ended, idle):
@@ -340,8 +340,6 @@ class Generate:
 
         decode = sequences.tokenizer(self.tokenizer).decode if self.tokenizer else None
         with loaded_for_inference(self.config, self.checkpoint) as model:
-            # Not sooner: the launcher imports this module, and Megatron is imported quietly, by start/bridge.py.
-
             writes = state.get_tensor_model_parallel_rank() == 0
             rank = state.get_data_parallel_rank()
             write = prompts.writer(self.folder, rank, self.requests, decode) if writes else None

@@ -104,7 +104,7 @@ class Loop:
             ranks = [*range(dist.get_world_size())]
         self.first, self.group = ranks[0], _gloo_group(ranks)
         self.open: dict[tuple[str, int], Sample] = {}
-        self.held, self.fresh = False, True
+        self.held = False
         self.queue: deque[Message] = deque()
         self.task: messages.Task | None = None
 
@@ -118,16 +118,15 @@ class Loop:
                 answer = self._load(task, task.weights) if task.weights else self._score(task)
                 if dist.get_rank() == 0:
                     self.pipe.send([answer])
-            self.task, self.fresh = None, True
+            self.task = None
             self.engine.serve(self.plan, self.between)
 
     def between(self, ended: Sequence[Completion], idle: bool) -> bool:
         """Tell what was drawn, and let requests join and leave; False: there is something to do outside of passes."""
         self._tell(ended)
-        wait, self.fresh = idle and not self.fresh, False
         while True:
             if not self.queue:
-                self.queue.extend(self._received(wait=wait or self.held))
+                self.queue.extend(self._received(wait=idle or self.held))
                 heartbeat.sign(Phase.LONG_STEP)
             while self.queue:
                 message = self.queue.popleft()
