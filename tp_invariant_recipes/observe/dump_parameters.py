@@ -69,4 +69,4 @@ class DumpParameters(AroundOptimizerStep):
         for part in self._held[kind]:
             name = f"{kind}/{part.name}"
             if name in self.tracing.dump:
-                writer.add(self._running, name, dtype_name(part.values), part.shape, part)
+                writer.add(name, dtype_name(part.values), part.shape, part)

@@ -26,8 +26,8 @@ class DumpWriter:
         self._bits: dict[str, np.ndarray] = {}
         self._parts: dict[str, str] = {RANKS: str(ranks)}
 
-    def add(self, step: int, name: str, dtype: str, shape: tuple[int, ...], piece: TensorPart) -> None:
-        """Copy a piece of tensor `name`, such as "weights/output_layer.weight", of whole shape `shape`."""
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], piece: TensorPart) -> None:
+        """Copy a piece of the step's tensor `name`, such as "weights/output_layer.weight", of whole shape `shape`."""
         key = str(len(self._bits))
         values = piece.values.detach()
         bits = values.contiguous().view(_SIGNED[values.element_size()]).cpu().numpy().copy()

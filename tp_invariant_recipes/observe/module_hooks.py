@@ -115,7 +115,7 @@ class ModuleHooks:
         name = f"{key.direction}/{key.module}/{key.tensor}"
         if self._dumps is not None and name in self._dump:
             for part in placed.parts:
-                self._dumps.add(self.step, name, entry.dtype, placed.shape, part)
+                self._dumps.add(name, entry.dtype, placed.shape, part)
 
     def seen(self) -> list[Seen]:
         """All of it, in the order of execution of the first micro-batch."""

@@ -44,11 +44,11 @@ def write(
         writer = DumpWriter(folder, rank, len(ranks))
         for name, pieces in own.items():
             for piece in pieces:
-                writer.add(1, name, "float32", (ROWS, COLUMNS), piece)
+                writer.add(name, "float32", (ROWS, COLUMNS), piece)
         [first, *_] = ranks[0][WEIGHT]
         length = norm or float((first.values if len(first.values) == ROWS else EXACT[WEIGHT]).double().norm())
         for name, value in ((GRADIENT_NORM, length), (LOSS_SHARE, share)):
-            writer.add(1, name, "float32", (1,), TensorPart(torch.tensor([[value]]), 0, 0))
+            writer.add(name, "float32", (1,), TensorPart(torch.tensor([[value]]), 0, 0))
         writer.close_step(1)
 
 
@@ -174,7 +174,7 @@ def test_another_expert_may_be_chosen_whose_score_is_as_near_as_rounding_moves_s
             f"choices/{router}/own": chosen,
         }
         for key, values in named.items():
-            writer.add(1, key, "float32", (2, 2), TensorPart(values, 0, 0))
+            writer.add(key, "float32", (2, 2), TensorPart(values, 0, 0))
         writer.close_step(1)
     run, reference, dithered = (dumps.read_step(tmp_path / name, 1) for name in ("run", "reference", "dithered"))
     results = {item.name: item for item in deviation.judge(StepDumps(1, run, reference, (dithered,)))[0]}
@@ -257,7 +257,7 @@ def test_the_values_of_dumps_are_read_exactly(tmp_path):
     writer = DumpWriter(tmp_path, 0, 1)
     values = {"bfloat16": table(1).bfloat16(), "float32": table(2), "bool": table(3) > 0}
     for name, x in values.items():
-        writer.add(1, f"forward/{name}/output", name, (ROWS, COLUMNS), TensorPart(x, 0, 0))
+        writer.add(f"forward/{name}/output", name, (ROWS, COLUMNS), TensorPart(x, 0, 0))
     writer.close_step(1)
     read = dumps.read_step(tmp_path, 1)
     for name, x in values.items():

@@ -31,7 +31,7 @@ def write_dump(run, x, step=3, name=NAME):
     for rank, own in enumerate(pieces):
         writer = DumpWriter(run, rank, len(pieces))
         for piece in own:
-            writer.add(step, name, dtype, (3, 2, 8), piece)
+            writer.add(name, dtype, (3, 2, 8), piece)
         writer.close_step(step)
 
 
@@ -55,7 +55,7 @@ def test_what_ranks_wrote_is_read_back_whole(tmp_path, dtype):
 def test_of_replicas_that_disagree_the_lowest_rank_counts(tmp_path):
     for rank in (0, 1):
         writer = DumpWriter(tmp_path, rank, 2)
-        writer.add(1, NAME, "float32", (6, 8), TensorPart(example_tensor(torch.float32) + rank, 0, 0))
+        writer.add(NAME, "float32", (6, 8), TensorPart(example_tensor(torch.float32) + rank, 0, 0))
         writer.close_step(1)
     assert read_step(tmp_path, 1).read(NAME).bits.tobytes() == example_tensor(torch.float32).numpy().tobytes()
 
@@ -77,9 +77,9 @@ def test_a_missing_rank_is_named(tmp_path):
 
 def test_pieces_that_are_not_the_whole_are_refused(tmp_path):
     writer = DumpWriter(tmp_path, 0, 1)
-    writer.add(1, NAME, "float32", (6, 8), TensorPart(example_tensor(torch.float32)[:4], 0, 0))
-    writer.add(1, "hole", "float32", (6, 8), TensorPart(example_tensor(torch.float32)[:1], 0, 0))
-    writer.add(1, "hole", "float32", (6, 8), TensorPart(example_tensor(torch.float32)[5:], 5, 0))
+    writer.add(NAME, "float32", (6, 8), TensorPart(example_tensor(torch.float32)[:4], 0, 0))
+    writer.add("hole", "float32", (6, 8), TensorPart(example_tensor(torch.float32)[:1], 0, 0))
+    writer.add("hole", "float32", (6, 8), TensorPart(example_tensor(torch.float32)[5:], 5, 0))
     writer.close_step(1)
     for name in (NAME, "hole"):
         with pytest.raises(LedgerError, match=rf"step-0000001: the pieces of {name} are not the whole"):

@@ -34,7 +34,7 @@ class ExpertChoices:
     """
 
     def __init__(self, writer: DumpWriter, step: int, site: Site, follow: Path | None) -> None:
-        self._writer, self._step, self._site = writer, step, site
+        self._writer, self._site = writer, site
         self._recorded = None if follow is None else dumps.read_step(follow, step)
         self._restored: list[tuple[Any, Any]] = []
 
@@ -121,7 +121,7 @@ class ExpertChoices:
         if placed is None:
             return
         for part in placed.parts:
-            self._writer.add(self._step, name, str(values.dtype).removeprefix("torch."), placed.shape, part)
+            self._writer.add(name, str(values.dtype).removeprefix("torch."), placed.shape, part)
 
 
 def _scores(module: Any, logits: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def filled(layer, config):
     return tp, tp_rank, cuts
 
 
-def run(world, rank):
+def run(world):
     """name -> (gradient of this rank, how it is cut); "output" likewise."""
     fields = {name: value for name, value in SETTINGS["config"].items() if world > 1 or "parallel" not in name}
     fields |= {"activation_func": F.silu, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
@@ -143,7 +143,7 @@ def main():
         without_cuda()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    results = run(world, rank)
+    results = run(world)
     if "REFERENCE" in os.environ:
         torch.save({own: gradient for gradient, own, *_ in results.values()}, os.environ["REFERENCE"])
         return 0

@@ -153,13 +153,11 @@ class AuditRecording(AroundOptimizerStep):
         return [*held, *(part for part in self._shards.weights() if part.name not in names)]
 
     def _number(self, name: str, value: float) -> None:
-        self._writer.add(
-            self._step, name, "float32", (1,), TensorPart(torch.tensor([[value]], dtype=torch.float32), 0, 0)
-        )
+        self._writer.add(name, "float32", (1,), TensorPart(torch.tensor([[value]], dtype=torch.float32), 0, 0))
 
     def _add(self, kind: str, part: TensorPart, values: Any = None) -> None:
         piece = part if values is None else part._replace(values=values)
-        self._writer.add(self._step, f"{kind}/{part.name}", dtype_name(piece.values), part.shape, piece)
+        self._writer.add(f"{kind}/{part.name}", dtype_name(piece.values), part.shape, piece)
 
 
 def _share(model: Any, site: Site) -> float:

@@ -174,9 +174,9 @@ class Score:
         with loaded_for_inference(self.config, self.checkpoint) as model:
             table = VocabularyRows(vocabulary.beside(self.out)) if self.wanted.vocabulary else None
             forward = Forward(model, self.config, self.wanted, table)
-            self.score(model, forward, sequences.tokenizer(self.tokenizer) if self.tokenizer else None)
+            self.score(forward, sequences.tokenizer(self.tokenizer) if self.tokenizer else None)
 
-    def score(self, model: Any, forward: "Forward", codec: sequences.Codec | None) -> None:
+    def score(self, forward: "Forward", codec: sequences.Codec | None) -> None:
         """Score what is left of the file. Rank 0 writes a window while the ranks compute the next."""
         remaining = sequences.sequences(self.file, self.config.shape.vocabulary, codec)
         row = sum(len(sequence.tokens) - sequence.first for sequence in islice(remaining, self.done))

@@ -248,7 +248,7 @@ def race_triton(
 
 
 @triton.jit
-def _entry(scores, token, size, value, order, limit, last):
+def _entry(token, size, value, order, limit, last):
     """Value and token in one number, of which the greatest wins. token ^ MOST is MOST - token."""
     inside = (token < size) & ((order > limit) | ((order == limit) & (token <= last)))
     return tl.where(inside, (value.to(tl.int64) << 32) | (token ^ MOST).to(tl.int64), NOBODY)
@@ -283,12 +283,12 @@ def _winner(scores, top, heat, draws, key, sample, position, limit, last, size, 
                     token = first + lane * QUARTER
                     x = tl.load(scores + token, mask=token < size, other=0.0)
                     value = result_bits(x, top, heat, words[lane].to(tl.int32, bitcast=True))
-                    best = tl.maximum(best, _entry(scores, token, size, value, order_key(x), limit, last))
+                    best = tl.maximum(best, _entry(token, size, value, order_key(x), limit, last))
         else:
             for lane in tl.static_range(4):
                 token = first + lane * QUARTER
                 order = order_key(tl.load(scores + token, mask=token < size, other=0.0))
-                best = tl.maximum(best, _entry(scores, token, size, order, order, limit, last))
+                best = tl.maximum(best, _entry(token, size, order, order, limit, last))
     return tl.max(best, 0)
 
 
