@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tp_invariant_recipes.cpu_host.stand_ins import fsdp, layers, mamba, torch_adam
 from tp_invariant_recipes.machine.versions import installed as installed_version
 from tp_invariant_recipes.replacement import Replacement, applied, instead
-from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.start import bridge, lazy_imports
 
 CPU = torch.device("cpu")
 
@@ -137,6 +137,7 @@ _LOCAL_NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
 _NO_TE = "the fused CUDA kernels of Transformer Engine or Apex may be installed but cannot run"
 
 TORCH = (
+    Replacement("torch:compile", lazy_imports.at_the_first_call, "the functions of this block are called as they are"),
     _cuda("current_device", _always(CPU), _NO_DEVICE),
     _cuda("is_available", _always(False), _NO_DEVICE),
     _cuda("device_count", _always(1), "Bridge seeds the RNG tracker only where it counts a device"),
@@ -259,7 +260,10 @@ def _serving(replacements: Sequence[Replacement]) -> Iterator[None]:
         torch.set_num_threads(1)
         stack.callback(torch.set_num_threads, threads)
         # Each rank would compile Megatron's compiled functions again, which takes longer than a short run.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        lazy_imports.plain.append(True)
+        stack.callback(lazy_imports.plain.pop)
+        if not lazy_imports.waits("torch._dynamo"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(applied(replacements))
         stack.enter_context(CudaMeansCpu())
         yield

@@ -11,13 +11,10 @@ import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, listed, reason
@@ -206,31 +203,6 @@ def _blocks(tensor: Stored) -> Iterator[bytes]:
 MODELS = "megatron.bridge.models"
 # `model_type` in config.json -> Bridge's package that registers its conversion.
 PACKAGES = {family.model_type: family.package for family in FAMILIES}
-
-
-def run_no_model() -> None:
-    """Import transformers for a process that runs none of its models: without torch's compiler, which takes three
-    seconds, and which its masks ask for a context in which they are made. Another package may still import it.
-    """
-    name = "torch._dynamo._trace_wrapped_higher_order_op"
-    if name in sys.modules:
-        return
-
-    def real(attribute: str) -> Any:
-        if attribute.startswith("__"):  # the import system looks for some
-            raise AttributeError(attribute)
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-        return getattr(import_module(name), attribute)
-
-    sys.modules[name] = module = ModuleType(name)
-    vars(module).update(TransformGetItemToIndex=nullcontext, __getattr__=real)
-    try:
-        with lazy_imports.in_parts("megatron.bridge"):
-            import_module("transformers.masking_utils")
-    finally:
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
 
 
 def from_folder(folder: Path) -> Any:

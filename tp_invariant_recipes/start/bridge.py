@@ -147,9 +147,6 @@ def _import(*names: str) -> None:
             prepare_import()
             for name in names:
                 import_module(name)
-        if BRIDGE in names:
-            # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
-            import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def _compiled_later() -> AbstractContextManager[None]:

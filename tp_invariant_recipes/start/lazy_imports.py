@@ -12,7 +12,7 @@ first, as it would have been at the start:
 A row of DEFERRED says what waits. A row is for the versions whose imports we have read and whose equivalence
 tests/unit/start/test_lazy_imports.py shows. Other versions are imported at the start, as everything is with
 TPI_EAGER_IMPORTS=1. Processor seconds that rows save of an import of 14.0 on a slow core: transformers, families and
-ModelOpt, which import each other, 7.0; wandb, Energon and its client 3.3; datasets 0.8; torch's compiler 2.4.
+ModelOpt, which import each other, 7.0; wandb, Energon and its client 3.3; datasets 0.8; torch's compiler and SymPy 2.8.
 """
 
 import functools
@@ -35,8 +35,8 @@ from tp_invariant_recipes.machine.versions import installed
 EAGER = "TPI_EAGER_IMPORTS"  # environment variable: 1 imports everything at the start
 
 # What a stand-in has for a name: the module of the package that has it and can be imported alone; or a `_Later`, whose
-# call does nothing where this says so of the arguments: it would do nothing, or has been done.
-Answer = str | Callable[..., bool]
+# call returns what this returns of the arguments, if that is not NotImplemented: then the package is imported.
+Answer = str | Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,17 @@ class Deferred:
 class _Later:
     """A class or function of a package that waits. While it waits, nothing is an instance of the class."""
 
-    def __init__(self, waiting: "Waiting", module: str, name: str, idle: Callable[..., bool]) -> None:
+    def __init__(self, waiting: "Waiting", module: str, name: str, answer: Callable[..., Any]) -> None:
         self.__module__, self.__name__, self.__qualname__ = module, name, name
-        self._waiting, self._idle = waiting, idle
+        self._waiting, self._answer = waiting, answer
 
     def _real(self) -> Any:
         self._waiting.end()
         return getattr(sys.modules[self.__module__], self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._waiting.waits and self._idle(*args, **kwargs):
-            return None
-        return self._real()(*args, **kwargs)
+        answer = self._answer(*args, **kwargs) if self._waiting.waits else NotImplemented
+        return self._real()(*args, **kwargs) if answer is NotImplemented else answer
 
     def __instancecheck__(self, instance: Any) -> bool:
         return not self._waiting.waits and isinstance(instance, self._real())
@@ -91,22 +90,43 @@ class _Later:
         return getattr(self._real(), name)
 
 
-def _always(*_: Any, **__: Any) -> bool:
-    return True
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing: the real one would not either, or it has been done."""
 
 
-def _never(*_: Any, **__: Any) -> bool:
-    return False
+def _real(*_: Any, **__: Any) -> Any:
+    return NotImplemented
 
 
-def _nothing_to_restore(model: Sequence[Any], state_dict: Mapping[str, Any]) -> bool:
+def _nothing_to_restore(model: Sequence[Any], state_dict: Mapping[str, Any]) -> Any:
     if any(str(key).startswith("modelopt_state") for key in state_dict):
-        return False
+        return NotImplemented
     from megatron.core import parallel_state
 
     for chunk in range(len(model)):  # as the real one does, which leaves the last one set
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-    return True
+    return None
+
+
+def _equal(x: Any, y: Any) -> Any:
+    return x == y if all(type(size) is int for size in (*x, *y)) else NotImplemented
+
+
+def _no_symbol(a: Any, *_: Any) -> Any:
+    return a if type(a) is bool else NotImplemented
+
+
+def _uncompiled(function: Any = None, *args: Any, **options: Any) -> Any:
+    """Return the function as torch._dynamo.disable does, once there is a compiler that could trace it."""
+    if not inspect.isfunction(function):
+        return NotImplemented
+    disabled = functools.cache(lambda: sys.modules[_DYNAMO].disable(function, *args, **options))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if waits(_DYNAMO) else disabled())(*args, **kwargs)
+
+    return call
 
 
 _PLUGINS, _DISTILL = "modelopt.torch.opt.plugins", "modelopt.torch.distill"
@@ -116,6 +136,9 @@ _ADJUST = "get_tensor_shapes_adjust_fn_for_distillation"
 _KD = "megatron.bridge.training.post_training.distillation"
 _MODELS = "megatron.bridge.models"
 _PRETRAINED = f"{_MODELS}.hf_pretrained"
+
+_DYNAMO = "torch._dynamo"
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 _CLASSES = (
     "AutoConfig", "AutoFeatureExtractor", "AutoImageProcessor", "AutoProcessor", "AutoTokenizer", "GenerationConfig",
@@ -128,9 +151,9 @@ DEFERRED = (
     Deferred(
         {"transformers": "5.12.1"},
         {
-            "transformers": dict.fromkeys(_CLASSES, _never),
+            "transformers": dict.fromkeys(_CLASSES, _real),
             "transformers.utils": {},
-            _CHAT: {"_compile_jinja_template": _never},
+            _CHAT: {"_compile_jinja_template": _real},
         },
         below="transformers",
     ),
@@ -159,30 +182,39 @@ DEFERRED = (
         {
             "modelopt.torch": {},
             "modelopt.torch.opt": {},
-            _DYNAMIC: {"DynamicModule": _never},
+            _DYNAMIC: {"DynamicModule": _real},
             _PLUGINS: {
-                "save_modelopt_state": _always,
-                "save_sharded_modelopt_state": _always,
+                "save_modelopt_state": _nothing,
+                "save_sharded_modelopt_state": _nothing,
                 "restore_modelopt_state": _nothing_to_restore,
             },
-            _DISTILL: {"DistillationModel": _never},
+            _DISTILL: {"DistillationModel": _real},
             f"{_DISTILL}.plugins": {},
-            _DISTILL_MEGATRON: {_ADJUST: _always},
-            _KD: {"loss_func_kd": _never},
+            _DISTILL_MEGATRON: {_ADJUST: _nothing},
+            _KD: {"loss_func_kd": _real},
         },
         below="modelopt.torch",
     ),
     # Examples of Hugging Face. Bridge replaces a check of its builder, before any data is read.
     Deferred({"datasets": "5.2.0", "megatron-bridge": "0.6.2"},
-        {"datasets": {name: _never for name in ("load_dataset", "concatenate_datasets")}, "datasets.builder": {}},
+        {"datasets": {name: _real for name in ("load_dataset", "concatenate_datasets")}, "datasets.builder": {}},
         below="datasets"),
     # Megatron-Core's timers import it to recognize its writer.
     Deferred({"wandb": None}, {"wandb": {}}, below="wandb"),
     # Multimodal data. It imports the storage client, which Megatron-Core only asks whether it is there.
     Deferred({"megatron-energon": "7.4.1", "megatron-bridge": "0.6.2"},
-        {"megatron.energon": {"WorkerConfig": _never, "get_savable_loader": _never, "get_train_dataset": _never}},
+        {"megatron.energon": {"WorkerConfig": _real, "get_savable_loader": _real, "get_train_dataset": _real}},
         below="megatron.energon"),
     Deferred({"multi-storage-client": None}, {"multistorageclient": {}}, below="multistorageclient"),
+    # torch's compiler. Transformer Engine and optimizers tell it what not to compile, init_process_group what to
+    # forget, and torch.use_deterministic_algorithms sets an option.
+    Deferred({"torch": "2.11.0"},
+        {_DYNAMO: {"disable": _uncompiled, "graph_break": _nothing},
+         f"{_DYNAMO}.trace_rules": {"clear_lru_cache": _nothing}}, below=_DYNAMO),
+    Deferred({"torch": "2.11.0"}, {"torch._inductor": {}, "torch._inductor.config": {}}, below="torch._inductor"),
+    # SymPy, for tensors whose sizes are symbols. DTensor and torch.autograd.grad compare sizes.
+    Deferred({"torch": "2.11.0"},
+        {_SHAPES: {"expect_true": _no_symbol, "statically_known_true": _no_symbol, "sym_eq": _equal}}, below=_SHAPES),
 )  # fmt: skip
 
 
@@ -262,7 +294,7 @@ class Waiting(MetaPathFinder):
     def watch(self) -> None:
         """From now on the import of another module of the package imports all of it first."""
         sys.meta_path.insert(0, self)
-        if self.row.registry in sys.modules or not _waits(self.row.while_waits):
+        if self.row.registry in sys.modules or not waits(self.row.while_waits):
             self.end()
 
     def end(self, first: ModuleType | None = None) -> None:
@@ -315,7 +347,9 @@ class Waiting(MetaPathFinder):
             setattr(sys.modules[parent], leaf, now)
         if now is module:
             del vars(module)["__waiting__"]
-            module.__class__ = ModuleType
+            stands_in = type(module) is _StandIn  # torch's modules of options have become another class
+            if stands_in:
+                module.__class__ = ModuleType
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """While the package waits, import all of it before one more of its modules."""
@@ -331,7 +365,8 @@ class Waiting(MetaPathFinder):
         return spec
 
 
-def _waits(module: str | None) -> bool:
+def waits(module: str | None) -> bool:
+    """Whether a module has been put off, and nobody has asked for it yet; None: for no module."""
     return module is None or isinstance(sys.modules.get(module), _StandIn)
 
 
@@ -350,7 +385,7 @@ def reason_against(later: Deferred) -> str | None:
         if version not in (None, present):
             return f"{distribution} is {present}; its imports are known for {version}"
     there = [name for name in later.modules if name in sys.modules]
-    if not _waits(later.while_waits):
+    if not waits(later.while_waits):
         there.append(str(later.while_waits))
     return f"{there[0]} is imported already" if there else None
 
@@ -389,6 +424,9 @@ def in_parts(package: str) -> Iterator[None]:
             finder.in_parts = False
 
 
+plain: list[bool] = []  # as many as there are blocks now in which functions are called as they are, not compiled
+
+
 def at_the_first_call(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace torch.compile: of a function, the result asks `original` when it is first called.
 
@@ -405,7 +443,7 @@ def at_the_first_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(model)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled()(*args, **kwargs)
+            return (model if plain else compiled())(*args, **kwargs)
 
         # As torch.compile has it: a function that is compiled itself, and calls this one, contains the original.
         call._torchdynamo_inline = model  # type: ignore[attr-defined]

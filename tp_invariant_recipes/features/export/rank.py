@@ -65,7 +65,6 @@ class Export:
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raise RunError: the checkpoint has no such weights."""
         bridge.load_models()
-        weights.run_no_model()
         with ExitStack() as stack:
             from tp_invariant_recipes.cpu_host import cpu
 
