@@ -106,10 +106,10 @@ def test_other_borders_have_other_bits(name):
     whole, in_turn = torch.zeros(2, 256, 256, device="cuda")
     first, other = both(a, b, torch.zeros_like(whole), cut, False)
     assert same_bits(first, other)
-    form.gemm(a, b, whole, False)
+    form.product(a, b, whole, False)
     for k in cut.slices(2048):
         parts = (a[:, k], b[k]) if name == "bf16" else (x.along_k(k.start, 512) for x in (a, b))
-        form.gemm(*parts, in_turn, True)
+        form.product(*parts, in_turn, True)
     assert not same_bits(first, whole)
     assert not same_bits(first, in_turn)
     torch.testing.assert_close(first, whole, rtol=1e-4, atol=0.5)  # not another sum

@@ -4,9 +4,10 @@
     out = (p0 + p1) + (p2 + p3),  p_i = a[:, piece i] @ b[piece i, :]
 
 A tile of `out` walks k from the first piece to the last. At the end of a piece the accumulator is a term of the tree.
-It waits for its neighbour in registers, a sum of two in shared memory, one of more in global memory that stays in the
-cache, and the next piece begins with zeros. So a tile of `out` reaches memory once, rounded if it is the root. Products
-of a library, one a piece, write all of `out`, and read and write it again for the next.
+It and a sum of two wait for their neighbours in registers, a sum of four in shared memory, one of eight in global
+memory that stays in the cache, and the next piece begins with zeros. In FP8 sums of two and four wait a place further.
+So a tile of `out` reaches memory once, rounded if it is the root. Products of a library, one a piece, write all of
+`out`, and read and write it again for the next.
 
 A piece has the bits of fixed-tile GEMMs (fixed_tile_gemm.py): a tensor core adds along k in order. Between pieces
 are IEEE additions in fp32. numerics/gemm/contraction.py tries both on the GPU at hand.
@@ -40,11 +41,11 @@ NAN = 0x7FFFFFFF
 
 
 SEGMENTS = (1, 2)  # of three, the sum in order would not be the tree
-PIECES = (2, 4, 8, 16)  # how many one launch can add: terms wait in registers, shared memory and the cache
+PIECES = (2, 4, 8, 16)  # how many one launch can add
 TILE = 128  # rows and columns of a tile of `out`
 STEP_BYTES = 128  # of a row in a step of the pipeline: 64 numbers of k in bf16, 128 in FP8
 ROWS = TILE // 2  # of a tile that one group of warps multiplies
-ROOM = 224 * 1024  # bytes of shared memory, of 227 KiB: for steps, the tile that leaves, and in fp32 one that waits
+ROOM = 224 * 1024  # bytes of shared memory, of 227 KiB: for steps, and for a sum that waits or leaves
 GROUP = 8  # rows of tiles computed together, so that b's tiles stay in the cache
 WARPS = 4  # of a group that multiplies
 NUMBERS = {
@@ -120,7 +121,7 @@ def segmented_k_gemm(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -
     _restarting_product[(programs,)](
         *descriptors, out, *scales, taken, m, n, out.stride(0), cut.shards.start * size, x.shape[1] // cut.segments,
         spare, PIECES=cut.pieces, SEGMENTS=cut.segments, SIZE=size, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
-        STAGES=stages(cut.pieces, out.dtype), GROUP=GROUP, num_warps=WARPS, **UNFUSED,
+        STAGES=stages(cut.pieces, x.dtype, out.dtype), GROUP=GROUP, num_warps=WARPS, **UNFUSED,
     )  # fmt: skip
 
 
@@ -144,11 +145,10 @@ def in_order(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -> None:
     out.copy_(out + total if add else total)
 
 
-def stages(pieces: int, out: torch.dtype) -> int:
-    """How many steps of the pipeline shared memory has room for."""
-    leaving = TILE * TILE * out.itemsize
-    waiting = TILE * TILE * 4 if pieces > 2 and out != torch.float32 else 0
-    return (ROOM - leaving - waiting) // (2 * TILE * STEP_BYTES)
+def stages(pieces: int, operand: torch.dtype, out: torch.dtype) -> int:
+    """How many steps of the pipeline shared memory has room for, beside a sum that waits and the tile that leaves."""
+    waits = pieces > (4 if operand == torch.bfloat16 else 2)
+    return (ROOM - TILE * TILE * (4 if waits else out.itemsize)) // (2 * TILE * STEP_BYTES)
 
 
 def matrices(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of kernels/gemm/segmented_k_gemm.py, in Gluon, Triton's language for explicit layouts.
 
-`tl.dot` leaves no room for sums in shared memory. One warp copies tiles of a and b there (TMA). Two groups of four
-warps multiply them (WGMMA), each half of the rows of a tile of `out`: one adds up or writes while the other multiplies.
-There are as many programs as processors. Each takes the next tile from a counter, so that one which starts late, behind
-a collective, takes fewer. The kernel is for compute capability 9.0, and Triton's interpreter cannot run it.
+One warp copies tiles of a and b to shared memory (TMA). Two groups of four warps multiply them (WGMMA), each half of
+the rows of a tile of `out`. A group begins the next piece, or tile, before it adds up or writes; the last begins a step
+that nobody reads. There are as many programs as processors. Each takes the next tile from a counter, so that one which
+starts late, behind a collective, takes fewer. The kernel is for compute capability 9.0, and Triton's interpreter cannot
+run it.
 """
 
 import triton.experimental.gluon.language as gl
@@ -18,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# A thread's registers in the second group and in the warp that copies. The first group gets 256: together at most 504,
-# the 168 of the launch for three groups; a kernel that asked for more would wait for them for ever.
-SECOND_REGISTERS, COPYING_REGISTERS = gl.constexpr(216), gl.constexpr(24)
+# A thread's registers in the second group and in the warp that copies. The first group gets the rest of 504, the 168 of
+# the launch for three groups; a kernel that asked for more would wait for them for ever. Three sums take 192 of them.
+SECOND_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 # What operands' scales are: none, of bf16; FP8's, of whole tensors, or of 128 of k by one row of a and 128 of b.
 UNSCALED, OF_TENSORS, OF_BLOCKS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
@@ -37,7 +38,7 @@ def _place(tile, m_tiles, n_tiles, GROUP: gl.constexpr):
 def _copy(
     a, b, a_steps, b_steps, full, free, numbers, told, heard, taken, m_tiles, n_tiles, start, segment,
     PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    SCALED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Take tiles and tell their numbers; fill the stages, in the order in which `_multiply` empties them."""
     TILE_M: gl.constexpr = a.block_type.shape[0]
@@ -65,6 +66,10 @@ def _copy(
             count += 1
         tile = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
         turn += 1
+    if SCALED == UNSCALED:  # the step that begins after the last piece; nobody reads its product
+        stage = count % STAGES
+        mbarrier.wait(free.index(stage), count // STAGES & 1 ^ 1)
+        mbarrier.arrive(full.index(stage))
     _give_tile(tiles, turn, numbers, told, heard)  # the end
 
 
@@ -88,34 +93,56 @@ def _take_tile(turn, numbers, told, heard):
 
 
 @gluon.jit
+def _step(total, count, pipe, use_acc, HALF: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Begin a step of bf16: it is added to `total`, or overwrites it."""
+    a_steps, b_steps, full, _ = pipe
+    ROWS: gl.constexpr = a_steps.shape[1] // 2
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), count // STAGES & 1)
+    a = a_steps.index(stage).slice(HALF * ROWS, ROWS)
+    b = b_steps.index(stage)
+    if TRANSPOSED:
+        b = b.permute((1, 0))
+    return warpgroup_mma(a, b, total, use_acc=use_acc, is_async=True), count + 1
+
+
+@gluon.jit
 def _piece(
-    total, count, a_steps, b_steps, full, free,
-    HALF: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+    zeros, going, count, pipe, AHEAD: gl.constexpr,
+    HALF: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Return the product of a piece, which overwrites `total`.
+    """Return the product of a piece whose first step has begun; with AHEAD begin the next piece before this one ends.
 
     A stage is free once the product of the next one has begun.
     """
-    total = warpgroup_mma_init(total)
-    for step in range(STEPS):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), count // STAGES & 1)
-        a = a_steps.index(stage).slice(HALF * ROWS, ROWS)
-        b = b_steps.index(stage)
-        if TRANSPOSED:
-            b = b.permute((1, 0))
-        total = warpgroup_mma(a, b, total, use_acc=step > 0, is_async=True)
-        total = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(total,)))
-        mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
-        count += 1
-    total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
-    mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
-    return total, count
+    free = pipe[3]
+    for _ in range(1, STEPS):
+        going, count = _step(going, count, pipe, True, HALF, STAGES, TRANSPOSED)
+        going = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(going,)))
+        mbarrier.arrive(free.index((count + STAGES - 2) % STAGES))
+    last = free.index((count + STAGES - 1) % STAGES)
+    if AHEAD:
+        after, count = _step(zeros, count, pipe, False, HALF, STAGES, TRANSPOSED)
+        total, after = warpgroup_mma_wait(num_outstanding=1, deps=(going, after))
+        going = warpgroup_mma_init(after)
+    else:
+        total = warpgroup_mma_wait(num_outstanding=0, deps=(going,))
+    mbarrier.arrive(last)
+    return total, going, count
+
+
+@gluon.jit
+def _settled(total):
+    """Return a sum that is computed here. The compiler would compute it where it is read, and keep registers for both
+    its terms; or move it while tensor cores still add to it, for which the assembler makes each of their instructions
+    wait.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", (total,), gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _fp8_piece(
-    total, count, a_steps, b_steps, full, free, scales, rows, block,
+    total, count, pipe, scales, rows, block,
     HALF: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """As `_piece`, by kernels/gemm/fp8_tiles.py: a step's accumulator begins with zeros and is added to `total`.
@@ -124,6 +151,7 @@ def _fp8_piece(
             tensors. rows: which exist; block: of k, the first.
     """
     zeros = total
+    a_steps, b_steps, full, free = pipe
     sa, sb, sa_k, sb_k = scales
     for step in range(STEPS):
         stage = count % STAGES
@@ -148,62 +176,61 @@ def _fp8_piece(
 
 @gluon.jit
 def _pair(
-    zeros, count, first, a_steps, b_steps, full, free, scales, rows, start, segment,
+    zeros, going, count, first, pipe, scales, rows, start, segment, AHEAD: gl.constexpr,
     HALF: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, SCALED: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Return the sum of the pieces `first` and `first` + 1. start: of piece 0 in k."""
     ROWS: gl.constexpr = zeros.shape[0]
-    STEP: gl.constexpr = a_steps.shape[2]
+    STEP: gl.constexpr = pipe[0].shape[2]
     STEPS: gl.constexpr = SIZE // STEP
     if SCALED == UNSCALED:
-        first_half, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
-        second_half, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
+        first_half, going, count = _piece(zeros, going, count, pipe, True, HALF, STEPS, STAGES, TRANSPOSED)
+        second_half, going, count = _piece(zeros, going, count, pipe, AHEAD, HALF, STEPS, STAGES, TRANSPOSED)
     else:
         block = (start + first // SEGMENTS * SIZE) // STEP
-        first_half, count = _fp8_piece(
-            zeros, count, a_steps, b_steps, full, free, scales, rows, block, HALF, ROWS, STEPS, STAGES, SCALED
-        )
+        first_half, count = _fp8_piece(zeros, count, pipe, scales, rows, block, HALF, ROWS, STEPS, STAGES, SCALED)
         block += segment // STEP if SEGMENTS == 2 else STEPS
-        second_half, count = _fp8_piece(
-            zeros, count, a_steps, b_steps, full, free, scales, rows, block, HALF, ROWS, STEPS, STAGES, SCALED
-        )
-    return first_half + second_half, count
+        second_half, count = _fp8_piece(zeros, count, pipe, scales, rows, block, HALF, ROWS, STEPS, STAGES, SCALED)
+    return first_half + second_half, going, count
 
 
 @gluon.jit
 def _four(
-    zeros, count, first, a_steps, b_steps, full, free, scales, rows, start, segment, waiting,
+    zeros, going, count, first, pipe, scales, rows, start, segment, waiting,
     HALF: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, SCALED: gl.constexpr,
     STAGES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Return the sum of four pieces from `first` on; of two where PIECES is 2."""
-    total, count = _pair(
-        zeros, count, first, a_steps, b_steps, full, free, scales, rows, start, segment,
+    total, going, count = _pair(
+        zeros, going, count, first, pipe, scales, rows, start, segment, True,
         HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES,
     )  # fmt: skip
-    tma.store_wait(0)  # the half before has left
-    if PIECES > 2:
-        waiting.store(total)
-        total, count = _pair(
-            zeros, count, first + 2, a_steps, b_steps, full, free, scales, rows, start, segment,
+    total = _settled(total)
+    if PIECES > 2:  # registers hold three sums when the last piece ends, so no piece begins before
+        if SCALED != UNSCALED:  # a piece takes two sums itself
+            tma.store_wait(0)  # the half before has left
+            waiting.store(total)
+        second_half, going, count = _pair(
+            zeros, going, count, first + 2, pipe, scales, rows, start, segment, False,
             HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES,
         )  # fmt: skip
-        total = waiting.load(zeros.type.layout) + total
-    return total, count
+        if SCALED != UNSCALED:
+            total = waiting.load(zeros.type.layout)
+        total = _settled(total + second_half)
+    return total, going, count
 
 
 @gluon.jit
 def _multiply(
-    a_steps, b_steps, full, free, numbers, told, heard, out, out_at, waiting, leaving, scales, m, n, row_size, m_tiles,
-    n_tiles, start, segment, spare,
+    pipe, numbers, told, heard, out, out_at, waiting, scales, m, n, row_size, m_tiles, n_tiles, start, segment, spare,
     HALF: gl.constexpr, PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr,
     SCALED: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Return the upper (HALF = 0) or lower half of tiles of `out`.
 
-    waiting: shared memory for a sum that waits; leaving: for a half that leaves, maybe the same. spare: global memory
-    of this program for sums that wait longer.
+    waiting: shared memory for a sum of four pieces that waits, in FP8 of two, and for a half that leaves. spare: global
+    memory of this program for sums that wait longer.
     """
     ROWS: gl.constexpr = out.block_type.shape[0]
     TILE_N: gl.constexpr = out.block_type.shape[1]
@@ -215,9 +242,16 @@ def _multiply(
     mine += gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * TILE_N
     mine += gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
     longer = mine + ROWS * TILE_N
+    leaving = waiting
+    if waiting.dtype != out.dtype:
+        leaving = waiting._reinterpret(out.dtype, [2, ROWS, TILE_N], out.layout).index(0)
     count = 0
     turn = 0
     tile = _take_tile(turn, numbers, told, heard)
+    begun = zeros
+    if SCALED == UNSCALED:
+        begun, count = _step(zeros, count, pipe, False, HALF, STAGES, TRANSPOSED)
+        begun = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
     while tile < m_tiles * n_tiles:
         i, j = _place(tile, m_tiles, n_tiles, GROUP)
         top = i * (2 * ROWS) + HALF * ROWS
@@ -227,26 +261,41 @@ def _multiply(
             sa += row * sa_row
             sb += j * sb_row
         of_tile = (sa, sb, sa_k, sb_k)
-        total, count = _four(
-            zeros, count, 0, a_steps, b_steps, full, free, of_tile, row < m, start, segment, waiting,
+        going = warpgroup_mma_init(begun)
+        total, going, count = _four(
+            zeros, going, count, 0, pipe, of_tile, row < m, start, segment, waiting,
             HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES, PIECES,
         )  # fmt: skip
         for four in gl.static_range(1, PIECES // 4):  # by a tree over fours: 0 + 1, 2 + 3, their sum
-            gl.store(mine if four % 2 == 1 else longer, total)
-            total, count = _four(
-                zeros, count, 4 * four, a_steps, b_steps, full, free, of_tile, row < m, start, segment, waiting,
+            if SCALED == UNSCALED and four % 2 == 1:
+                tma.store_wait(0)
+                waiting.store(total)
+            else:
+                gl.store(mine if four % 2 == 1 else longer, total)
+            if SCALED == UNSCALED:
+                going, count = _step(zeros, count, pipe, False, HALF, STAGES, TRANSPOSED)
+            total, going, count = _four(
+                zeros, going, count, 4 * four, pipe, of_tile, row < m, start, segment, waiting,
                 HALF, SEGMENTS, SIZE, TRANSPOSED, SCALED, STAGES, PIECES,
             )  # fmt: skip
-            if four % 2 == 1:
+            if SCALED == UNSCALED and four % 2 == 1:
+                total = waiting.load(layout) + total
+            elif four % 2 == 1:
                 total = gl.load(mine) + total
             if four == 3:
                 total = gl.load(longer) + total
+            total = _settled(total)
         if ADD:
             column = (j * TILE_N + gl.arange(0, TILE_N, gl.SliceLayout(0, layout)))[None, :]
             total += gl.load(out_at + row * row_size + column, mask=(row < m) & (column < n), other=0.0)
+        tma.store_wait(0)
         leaving.store(total.to(out.dtype))
+        if PIECES > 2 and SCALED == UNSCALED:
+            going, count = _step(zeros, count, pipe, False, HALF, STAGES, TRANSPOSED)
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [top, j * TILE_N], leaving)
+        if SCALED == UNSCALED:
+            begun = _settled(warpgroup_mma_wait(num_outstanding=0, deps=(going,)))  # it has long ended
         turn += 1
         tile = _take_tile(turn, numbers, told, heard)
     tma.store_wait(0)
@@ -261,16 +310,16 @@ def _restarting_product(
     scales = (sa, sb, sa_row, sa_k, sb_row, sb_k)  # UNSCALED: none is read
     a_steps = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005 -- Gluon's lists
     b_steps = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
-    leaving = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)  # noqa: RUF005
-    waiting = leaving
-    if PIECES > 2 and out.dtype != gl.float32:
-        sums: gl.constexpr = gl.NVMMASharedLayout.get_default_for(out.block_type.shape, gl.float32)
-        waiting = gl.allocate_shared_memory(gl.float32, [2] + out.block_type.shape, sums)  # noqa: RUF005
+    WITHOUT: gl.constexpr = 4 if SCALED == UNSCALED else 2  # pieces of which no sum waits here
+    KEPT: gl.constexpr = gl.float32 if PIECES > WITHOUT else out.dtype
+    kept: gl.constexpr = gl.NVMMASharedLayout.get_default_for(out.block_type.shape, KEPT)
+    waiting = gl.allocate_shared_memory(KEPT, [2] + out.block_type.shape, kept)  # noqa: RUF005
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    pipe = (a_steps, b_steps, full, free)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)  # both halves
@@ -283,18 +332,16 @@ def _restarting_product(
     gl.warp_specialize(
         [
             (_multiply, (
-                a_steps, b_steps, full, free, numbers, told, heard, out, out_at, waiting.index(0), leaving.index(0),
-                scales, m, n, row_size, m_tiles, n_tiles, start, segment, spare, 0, PIECES, SEGMENTS, SIZE, TRANSPOSED,
-                SCALED, ADD, STAGES, GROUP,
+                pipe, numbers, told, heard, out, out_at, waiting.index(0), scales, m, n, row_size, m_tiles, n_tiles,
+                start, segment, spare, 0, PIECES, SEGMENTS, SIZE, TRANSPOSED, SCALED, ADD, STAGES, GROUP,
             )),
             (_multiply, (
-                a_steps, b_steps, full, free, numbers, told, heard, out, out_at, waiting.index(1), leaving.index(1),
-                scales, m, n, row_size, m_tiles, n_tiles, start, segment, spare, 1, PIECES, SEGMENTS, SIZE, TRANSPOSED,
-                SCALED, ADD, STAGES, GROUP,
+                pipe, numbers, told, heard, out, out_at, waiting.index(1), scales, m, n, row_size, m_tiles, n_tiles,
+                start, segment, spare, 1, PIECES, SEGMENTS, SIZE, TRANSPOSED, SCALED, ADD, STAGES, GROUP,
             )),
             (_copy, (
                 a, b, a_steps, b_steps, full, free, numbers, told, heard, taken, m_tiles, n_tiles, start, segment,
-                PIECES, SEGMENTS, SIZE, TRANSPOSED, STAGES, GROUP,
+                PIECES, SEGMENTS, SIZE, TRANSPOSED, STAGES, SCALED, GROUP,
             )),
         ],
         [4, 1],  # warps of the second group, and the one that copies
