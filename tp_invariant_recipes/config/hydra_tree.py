@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationTyp
 from tp_invariant_recipes.config.fingerprint import flat
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, refuse
-from tp_invariant_recipes.numerics.mode import STOCK
+from tp_invariant_recipes.numerics.mode import DETERMINISTIC, STOCK
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.run_config import FSDP_FORMAT
@@ -211,8 +211,12 @@ def _checkpoint_format(root: Any) -> str:
     return FSDP_FORMAT if root.ddp.get("use_megatron_fsdp") else "torch_dist"
 
 
-def _shards_optimizer(root: Any) -> bool:
-    return root.parallel.data_parallel_size > 1 and root.optimizer.use_distributed_optimizer
+def _overlaps(root: Any) -> bool:
+    """Return whether data-parallel collectives run under passes: not in the control, and where all modes can."""
+    if root.device.kind != "gpu" or root.parallel.data_parallel_size == 1 or root.numerics.mode == DETERMINISTIC:
+        return False
+    alone = root.guard.kind == "off" and not root.ddp.get("use_megatron_fsdp")
+    return root.optimizer.use_distributed_optimizer and (root.numerics.mode == STOCK or alone)
 
 
 # What interpolations may call: functions of the tree alone. Others read the environment, files or the clock.
@@ -228,7 +232,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.checkpoint_format": lambda *, _root_: _checkpoint_format(_root_),
     # What Bridge's recipes have, and no other numerics of tpi.
     "tpi.stock_on_gpu": lambda *, _root_: _stock_on_gpu(_root_),
-    "tpi.stock_overlaps": lambda *, _root_: _stock_on_gpu(_root_) and _shards_optimizer(_root_),
+    "tpi.overlaps": lambda *, _root_: _overlaps(_root_),
 }
 NOT_READ = (
     "is not resolved, since its value would stand in config.yaml, logs, certificates and job scripts; write the value "

@@ -314,10 +314,15 @@ OVERLAPPED = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather", "optimizer.
         ("numerics=stock dp=2 gbs=2 optimizer.use_distributed_optimizer=false", "gpu", True, False, None),
         ("numerics=stock dp=2 gbs=2", "cpu", False, False, None),
         ("numerics=deterministic dp=2 gbs=2", "gpu", False, False, True),
-        ("numerics=tree dp=2 gbs=2", "gpu", False, False, True),
+        ("numerics=tree dp=2 gbs=2", "gpu", False, True, True),
+        ("numerics=portable dp=2 gbs=2", "gpu", False, False, True),
+        ("numerics=tree dp=2 gbs=2 guard=shadow", "gpu", False, False, True),
+        ("numerics=tree dp=2 gbs=2 numerics.data_shards=2 ddp.use_megatron_fsdp=true "
+         "ddp.data_parallel_sharding_strategy=optim", "gpu", False, False, True),
+        ("numerics=tree dp=2 gbs=2", "cpu", False, False, True),
     ),
-)
-def test_stock_alone_has_the_speed_of_bridges_recipes(words, device, fused, overlapped, deterministic):
+)  # fmt: skip
+def test_what_bridges_recipes_have_for_speed_is_on_by_default(words, device, fused, overlapped, deterministic):
     config = compose("qwen3_toy", words.split(), device=device).config
     assert [config.at(path) for path in FUSED] == [fused] * 2
     assert [config.at(path) for path in OVERLAPPED] == [overlapped] * 3
