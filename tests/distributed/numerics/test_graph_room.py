@@ -46,10 +46,13 @@ def graphs(margin: float, blind: bool = False):
             def __init__(self, function, **_):
                 self.function, self.cuda_graph_warmup_steps = function, WARM_UP
 
-            def __call__(self, *, data_iterator, num_microbatches, **kwargs):
+            def data_read(self, data_iterator, model, training, num_microbatches):
                 source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+                return [next(source) for _ in range(num_microbatches)]
+
+            def __call__(self, *, data_iterator, num_microbatches, **kwargs):
                 batches = StaticBufferLoader.static_buffers["training"]
-                batches[:] = [next(source) for _ in range(num_microbatches)]
+                batches[:] = self.data_read(data_iterator, kwargs["model"], True, num_microbatches)
                 if self.curr_iteration["training"] == WARM_UP:
                     assert self.cuda_graph["training"] is None
                     self.cuda_graph["training"] = "graph"

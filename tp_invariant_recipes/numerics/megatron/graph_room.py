@@ -5,9 +5,14 @@ Any choice of experts fits into ep times the slots of evenly spread tokens, whic
 they are filled or not. So a layer gets fewer (numerics/layers/experts/token_dispatcher.py). A step whose tokens need
 more is void: before the optimizer reads a gradient, it is computed again in a new graph with twice the slots.
 A graph's memory is its own: what stays in use there comes before what is large.
+
+While a GPU replays the graph of a step, the host reads the next step's data: between graphs the GPU would wait for it.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +40,7 @@ def with_room(original: type) -> type:
 
         def __init__(self, forward_backward_func: Callable[..., Any], *rest: Any, **kwargs: Any) -> None:
             super().__init__(_after_workspaces(forward_backward_func), *rest, **kwargs)
+            self.ahead: deque[Any] = deque()  # micro-batches of the next step
 
         def __call__(self, **kwargs: Any) -> Any:
             model = kwargs["model"]
@@ -48,6 +54,7 @@ def with_room(original: type) -> type:
                 self.biases = [value for name, value in buffers if name.endswith(BIASES)]
             before = [bias.clone() for bias in self.biases]
             result = super().__call__(**kwargs)
+            ahead, self.ahead = _read_ahead(self, **kwargs), deque()
             while self.rooms and self.cuda_graph[TRAINING] is not None:
                 dist.all_reduce(self.lacking, dist.ReduceOp.MAX)
                 if not self.lacking:  # waits for the step
@@ -58,7 +65,18 @@ def with_room(original: type) -> type:
                 self._prepare(model)
                 again = iter(full_cuda_graph.StaticBufferLoader.static_buffers[TRAINING])
                 result = super().__call__(**kwargs | {"data_iterator": again})
+            self.ahead = ahead
             return result
+
+        def data_read(self, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            """As Megatron's, of what was read ahead first."""
+            if self.ahead:
+                source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+                data_iterator = iter(partial(self._next, source), None)
+            return super().data_read(data_iterator, *args, **kwargs)
+
+        def _next(self, source: Iterator[Any]) -> Any:
+            return self.ahead.popleft() if self.ahead else next(source)
 
         def _prepare(self, model: Sequence[Any]) -> None:
             """Prepare the step's second computation."""
@@ -77,6 +95,16 @@ def with_room(original: type) -> type:
             self.curr_iteration[TRAINING] = self.cuda_graph_warmup_steps
 
     return WithRoom
+
+
+def _read_ahead(wrapper: Any, *, data_iterator: Any, num_microbatches: int, **_: Any) -> deque[Any]:
+    """Return the next step's micro-batches of a model in one piece; fewer, where the data ends."""
+    sources = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    if wrapper.cuda_graph[TRAINING] is not None and len(sources) == 1 and sources[0] is not None:
+        with suppress(StopIteration):
+            while len(wrapper.ahead) < num_microbatches:
+                wrapper.ahead.append(next(sources[0]))
+    return wrapper.ahead
 
 
 def _after_workspaces(steps: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sequences a data-parallel rank computes, and in which order."""
+"""Which sequences a data-parallel rank computes, in which order, and when it reads them."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
+from tp_invariant_recipes.numerics.megatron import graph_room
 from tp_invariant_recipes.numerics.megatron.data_order import ConsecutiveBatchSampler, ConsecutiveSampler, in_turns
 from tp_invariant_recipes.numerics.sums import expert_groups
 
@@ -90,3 +93,31 @@ def test_a_step_in_turns_ends_with_its_passes(monkeypatch, fails):
     else:
         assert step(data_iterator=iter("abcd"), model=model) == [*"abcd"]
     assert [expert_groups.visited(number) for number in range(4)] == [0, 1, 2, 3]
+
+
+class _Graphs(FullCudaGraphWrapper):
+    """Megatron's, whose steps only read. graph: whether there is one."""
+
+    def __init__(self, function, graph):
+        self.cuda_graph, self.static_loader = {"training": graph}, lambda batch, stage, number: batch
+
+    def __call__(self, **kwargs):
+        (data,) = self.data_read(kwargs["data_iterator"], kwargs["model"], True, kwargs["num_microbatches"])
+        return [*data]
+
+
+@pytest.mark.parametrize("listed", (False, True))
+@pytest.mark.parametrize("graph", (None, "graph"))
+def test_the_host_reads_the_next_steps_data_while_a_graph_is_replayed(graph, listed):
+    source = iter(range(10))
+    steps, kwargs = (
+        graph_room.with_room(_Graphs)(print, graph),
+        {"model": [torch.nn.Linear(1, 1)], "num_microbatches": 4},
+    )
+    kwargs["data_iterator"] = [source] if listed else source
+    assert steps(**kwargs) == [0, 1, 2, 3]
+    assert [*steps.ahead] == ([4, 5, 6, 7] if graph else [])
+    assert steps(**kwargs | {"num_microbatches": 3}) == [4, 5, 6]
+    assert steps(**kwargs | {"num_microbatches": 2}) == [7, 8]
+    with pytest.raises(StopIteration):  # no whole step is left
+        steps(**kwargs)
