@@ -2,7 +2,6 @@
 """On one GPU: a run repeats and resumes bit for bit. `scripts/gpu` covers larger models and more GPUs."""
 
 import pytest
-import torch
 
 from tests.gpu.commands import steps, tpi
 
@@ -55,29 +54,3 @@ def test_graphs_change_no_bits_of_training_and_validation(validating, kind):
     assert done.returncode == 0, done.stderr
     assert steps(validating, kind) == steps(validating, "off")
     assert all(b"validation/" in line for line in steps(validating, "off")[1::2])
-
-
-LARGE = 2**28
-
-
-@pytest.mark.parametrize("after", (True, False), ids=("after", "control"))
-def test_workspaces_do_not_split_the_large_blocks_of_a_graph(after):
-    """Its memory has one large block; where a backward pass makes cuBLAS's workspace in it, two."""
-    from tp_invariant_recipes.numerics.megatron.graph_room import _after_workspaces
-
-    w = torch.ones(64, 64, device="cuda", requires_grad=True)
-
-    def steps():
-        for _ in range(2):
-            y = w @ w
-            torch.empty(LARGE, dtype=torch.uint8, device="cuda")
-            torch.autograd.grad(y, w, torch.ones_like(y))
-
-    steps()
-    torch._C._cuda_clearCublasWorkspaces()  # of the stream of an earlier capture
-    torch.cuda.empty_cache()
-    before, graph = torch.cuda.memory_reserved(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (_after_workspaces(steps) if after else steps)()
-    blocks = (torch.cuda.memory_reserved() - before) // LARGE
-    assert blocks == (1 if after else 2)

@@ -293,13 +293,13 @@ def _of_graphs(config: RunConfig, batch: MicroBatch, held: Counter[str], step: i
 def _unused(config: RunConfig, batch: MicroBatch) -> int:
     """Bytes of the logits' largest block, which small tensors split that stay: the next step needs another.
 
-    cuBLAS's workspaces and the optimizer's moments do so; in a graph of the whole step, whose memory is its own, the
-    workspaces once more. The invariant modes allocate both apart (numerics/megatron/).
+    cuBLAS's workspaces and the optimizer's moments do so, which the invariant modes allocate apart
+    (numerics/megatron/optimizer_step.py). In a graph of the whole step, whose memory is its own, one is split again.
     """
-    if config.numerics.invariant or config.device.kind == "cpu":
+    if config.device.kind == "cpu":
         return 0
     width = batch.element if config.model.get("cross_entropy_loss_fusion") else FP32
-    blocks = 1 + (config.model.get("cuda_graph_impl") == cuda_graphs.FULL)
+    blocks = (not config.numerics.invariant) + (config.model.get("cuda_graph_impl") == cuda_graphs.FULL)
     return blocks * width * batch.tokens * (config.shape.vocabulary // config.layout.tp)
 
 

@@ -4,13 +4,12 @@
 Any choice of experts fits into ep times the slots of evenly spread tokens, which take as much memory and time whether
 they are filled or not. So a layer gets fewer (numerics/layers/experts/token_dispatcher.py). A step whose tokens need
 more is void: before the optimizer reads a gradient, it is computed again in a new graph with twice the slots.
-A graph's memory is its own: what stays in use there comes before what is large.
 
 While a GPU replays the graph of a step, the host reads the next step's data: between graphs the GPU would wait for it.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -38,8 +37,8 @@ def with_room(original: type) -> type:
     class WithRoom(original):
         rooms: list[Room] | None = None
 
-        def __init__(self, forward_backward_func: Callable[..., Any], *rest: Any, **kwargs: Any) -> None:
-            super().__init__(_after_workspaces(forward_backward_func), *rest, **kwargs)
+        def __init__(self, *arguments: Any, **kwargs: Any) -> None:
+            super().__init__(*arguments, **kwargs)
             self.ahead: deque[Any] = deque()  # micro-batches of the next step
 
         def __call__(self, **kwargs: Any) -> Any:
@@ -105,22 +104,6 @@ def _read_ahead(wrapper: Any, *, data_iterator: Any, num_microbatches: int, **_:
             while len(wrapper.ahead) < num_microbatches:
                 wrapper.ahead.append(next(sources[0]))
     return wrapper.ahead
-
-
-def _after_workspaces(steps: Callable[..., Any]) -> Callable[..., Any]:
-    """Return forward and backward passes before which cuBLAS gets its workspaces of both threads in a graph's memory.
-
-    The first GEMM of a backward pass would else split the logits' block for them, and the next micro-batch needs a
-    block of that size again: 2.3 GiB in Qwen3's vocabulary at 4096 tokens.
-    """
-
-    def passes(**kwargs: Any) -> Any:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            x = torch.zeros(16, 16, device="cuda", requires_grad=True)
-            torch.autograd.grad(x @ x, x, torch.zeros_like(x))
-        return steps(**kwargs)
-
-    return passes
 
 
 def _dispatchers(model: Sequence[Any]) -> Iterator[InvariantTokenDispatcher]:
