@@ -58,7 +58,7 @@ class DeviceSettings:
     """What computes: decides layers, collectives and how ranks are started.
 
     check_memory: whether a run whose estimated memory cannot fit is refused (docs/memory.md).
-    peer_memory:  whether tensor-parallel ranks of one host sum and gather through symmetric memory, with the same
+    peer_memory:  whether tensor- and data-parallel ranks of one host sum through symmetric memory, with the same
                   bits: auto: large operands, where a trial allows it; always: of any size, or an error; never: by NCCL.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and gathers over tensor-parallel ranks of one host through symmetric memory (torch's symmetric memory).
+"""Sums and gathers over tensor- or data-parallel ranks of one host through symmetric memory (torch's symmetric memory).
 
 Copy engines push a rank's slices of its node into its peers' inboxes while a GEMM computes the next slice, or other
 work runs; then each rank adds its inbox in tree order, with the bits of numerics/sums/tree.py's exchange by NCCL:
