@@ -17,6 +17,7 @@ then has a stream of its own.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer", "GatedDeltaNet", "P
 _touched: dict[int, Any] = {}  # models that a backward pass has gradients for
 # Called with a model when its micro-batch's backward pass has ended, before its gradients are put away.
 micro_batch_listener: Callable[[Any], None] | None = None
-_streams: dict[Any, Any] = {}  # device -> the stream of its reductions
 
 
 def prepared(original: Callable[..., None], shards: int | None, contexts: int | None) -> Callable[..., None]:
@@ -243,18 +243,18 @@ def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
         if not self.ddp_config.overlap_grad_reduce:
             _reduce(self, force_all_reduce)
             return
-        device = torch.cuda.current_device()
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream()
-        stream = _streams[device]
+        stream = _stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             _reduce(self, force_all_reduce)
-            done = torch.cuda.Event()
-            done.record()
-        self.grad_reduce_handle = _Reduced(done)
+        self.grad_reduce_handle = stream.record_event()  # `wait` has the current stream wait
 
     return start_grad_sync
+
+
+@lru_cache
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _reduce(group: Any, force_all_reduce: bool | None) -> None:
@@ -297,17 +297,6 @@ def _check(group: Any) -> None:
     finally:
         for bucket, gradients in zip(group.buckets, kept, strict=True):
             bucket.grad_data = gradients
-
-
-class _Reduced:
-    """A handle as Megatron waits for."""
-
-    def __init__(self, done: Any) -> None:
-        self._done = done
-
-    def wait(self) -> None:
-        """Have the current stream wait."""
-        torch.cuda.current_stream().wait_event(self._done)
 
 
 @torch.no_grad()
