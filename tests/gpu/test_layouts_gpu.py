@@ -29,6 +29,7 @@ several = pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs")
 TOY = "qwen3_toy mbs=2 gbs=8"
 FOUR = "iters=4 save=2"
 EXPERTS = f"{SMALL_EXPERTS} iters=4 gbs=4"
+COMBINED = "model.overlap_moe_expert_parallel_comm=true"
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 BIASES = "model.add_bias_linear=true model.add_qkv_bias=true"
 INTERLEAVED = "model.virtual_pipeline_model_parallel_size=2"
@@ -125,7 +126,11 @@ LAYOUTS = {
     ),
     "graphs-experts-data": (
         EXPERTS.replace("iters=4", "iters=8") + " numerics.data_shards=4",
-        ("dp=1", *(f"dp=2 ep=2 cuda_graph={kind}" for kind in ("off", "te", "full"))),
+        (
+            "dp=1",
+            *(f"dp=2 ep=2 cuda_graph={kind}" for kind in ("off", "te", "full")),
+            *(f"dp=2 ep=2 cuda_graph={kind} {COMBINED}" for kind in ("off", "full")),
+        ),
     ),
     "graphs-experts-capacity": (
         EXPERTS.replace("iters=4", "iters=8") + " numerics.data_shards=4 model.moe_expert_capacity_factor=1.0",
