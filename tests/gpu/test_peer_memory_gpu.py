@@ -61,8 +61,9 @@ def test_a_run_has_one_ledger_with_and_without(tmp_path, words):
     assert f"sums over {size} tensor-parallel ranks go through their memory" in logs[1]
 
 
-def test_the_default_goes_through_memory(tmp_path):
-    words = ("qwen3_0p6b", "tp=2", "model.num_layers=2", "seq=2048", "iters=4", "ledger.state_digests=1")
+@pytest.mark.parametrize("layout", ("tp=2", "dp=2"))
+def test_the_default_goes_through_memory(tmp_path, layout):
+    words = ("qwen3_0p6b", layout, "gbs=2", "model.num_layers=2", "seq=2048", "iters=6", "ledger.state_digests=1")
     for name, more in (("auto", ()), ("never", ("device.peer_memory=never",))):
         done = tpi(tmp_path, "train", *words, *more, f"run.dir={name}")
         assert done.returncode == 0, done.stderr
