@@ -80,10 +80,6 @@ def _mlp(model: Model) -> str | None:
     return None if dense else "for dense layers, of which this model has none"
 
 
-def _mamba(model: Model) -> str | None:
-    return None if _layers(model, "M") else "this model has no Mamba layers"
-
-
 def _moe(model: Model) -> str | None:
     if not has_experts(model):
         return "this model has no experts"
@@ -93,10 +89,6 @@ def _moe(model: Model) -> str | None:
         "experts get another number of tokens at every step; pad them: model.moe_expert_capacity_factor=1.0 "
         "model.moe_pad_expert_input_to_capacity=true, or capture moe_router and moe_preprocess"
     )
-
-
-def _router(model: Model) -> str | None:
-    return None if has_experts(model) else "this model has no experts"
 
 
 def _preprocess(model: Model) -> str | None:
@@ -113,11 +105,12 @@ def _preprocess(model: Model) -> str | None:
 
 MODULES = (
     Module("attn", attention_problem),
-    Module("mamba", _mamba),
+    Module("mamba", lambda model: None if _layers(model, "M") else "this model has no Mamba layers"),
     Module("mlp", _mlp),
     Module("moe", _moe, invariant=False),
-    Module("moe_router", _router, default=lambda model: not padded(model)),
+    Module("moe_router", lambda model: None if has_experts(model) else "this model has no experts",
+        default=lambda model: not padded(model)),
     Module("moe_preprocess", _preprocess, default=lambda model: not padded(model), invariant=False),
-)
+)  # fmt: skip
 BY_NAME = {module.name: module for module in MODULES}
 NOT_INVARIANT = tuple(module.name for module in MODULES if not module.invariant)

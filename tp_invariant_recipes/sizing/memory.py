@@ -210,11 +210,9 @@ def _states(
     half = activations.element(config)
     standing = half * (dense + experts)
     dense, experts = _held(trained, at)
-    shards, expert_shards = (
-        (at.dp * at.cp, max(1, at.world // (at.pp * at.etp * at.ep))) if _sharded(config) else (1, 1)
-    )
-    owned = dense // shards + experts // expert_shards
-    optimizer = config.section("optimizer")
+    optimizer, owned = config.section("optimizer"), dense + experts
+    if optimizer.get("use_distributed_optimizer"):
+        owned = dense // (at.dp * at.cp) + experts // max(1, at.world // (at.pp * at.etp * at.ep))
     single_moment = sum(_held(matrices, at)) if muon.computes(optimizer) else 0
     return {
         WEIGHTS: standing,
@@ -333,10 +331,6 @@ def _counted(shards: int, turns: int, *, alone: bool) -> int:
     return turns + (nodes // turns).bit_length() - 1
 
 
-def _sharded(config: RunConfig) -> bool:
-    return bool(config.section("optimizer").get("use_distributed_optimizer"))
-
-
 def _gradient(config: RunConfig, half: int) -> int:
     precision = config.mixed_precision
     if isinstance(precision, str):  # Bridge's recipes of this name decide, not the section ddp
@@ -353,14 +347,10 @@ def _of_optimizer(optimizer: Mapping[str, Any], half: int) -> int:
         return master + moments * FP32
     if half != FP32 and optimizer.get("store_param_remainders", True):
         master = FP32 - half  # the bits that the weight lacks
-    widths = [_bytes(optimizer.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
-    return master + sum(widths[:moments])
-
-
-def _bytes(dtype: Any) -> int:
-    """Bytes of a dtype as a configuration names it: "bfloat16", "torch.bfloat16"; fp32 where it names none."""
-    name = str(dtype or "float32").rpartition(".")[2]
-    return next((width for known, width in BYTES.items() if name.startswith(known)), FP32)
+    for moment in ("exp_avg_dtype", "exp_avg_sq_dtype")[:moments]:
+        name = str(optimizer.get(moment) or "float32").rpartition(".")[2]  # "bfloat16", "torch.bfloat16"
+        master += next((width for known, width in BYTES.items() if name.startswith(known)), FP32)
+    return master
 
 
 def _kept(config: RunConfig, batch: MicroBatch, layer: str) -> float:

@@ -67,7 +67,7 @@ def test_the_details_of_one_model(cli):
     assert (ended.status, ended.err) == (0, "")
     assert ended.out.startswith("deepseek_v3: DeepSeek-V3: 61 layers, 256 experts. 8 experts per token")
     assert "as the published one does.\n" in ended.out
-    assert "tp=1 158, tp=2 80, tp=4 41, tp=8 21" in cli("models", "qwen3_8b").out
+    assert "tp=1 159, tp=2 81, tp=4 41, tp=8 22" in cli("models", "qwen3_8b").out
     assert json.loads(cli("models", "qwen3_8b", "--json").out)["layers"] == 36
     assert "did you mean 'qwen3_8b'?" in cli("models", "qwen3_8").err
 
