@@ -44,6 +44,10 @@ EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         lambda config: config.model.get("recompute_granularity") is not None,
         "tpi captures recomputation only on request",
     ),
+    (
+        lambda config: config.overlaps() and config.numerics.invariant,
+        "tpi captures Megatron's combined schedule only on request",
+    ),
 )
 
 

@@ -40,6 +40,10 @@ CHOSEN = {
         OFF,
         "off: tpi captures recomputation only on request",
     ),
+    "qwen3_moe_toy dp=2 ep=2 gbs=2 model.overlap_moe_expert_parallel_comm=true": (
+        OFF,
+        "off: tpi captures Megatron's combined schedule only on request",
+    ),
     "qwen3_toy peft=lora numerics=stock checkpoint.pretrained_checkpoint=x": (OFF, "off: tpi captures adapters"),
     "qwen3_toy peft=lora checkpoint.pretrained_checkpoint=x": (
         OFF,
