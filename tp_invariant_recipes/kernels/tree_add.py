@@ -97,10 +97,9 @@ def _tree_add_triton(partials: Tensor, out: Tensor, groups: int, width: int) -> 
 
 
 def _tree_add_torch(partials: Tensor, out: Tensor, groups: int) -> Tensor:
-    size = out.numel() // groups
-    nodes = partials.view(groups, -1, size).numpy()  # whose calls take less of the host
-    while nodes.shape[1] > 1:
-        nodes = nodes[:, ::2] + nodes[:, 1::2]
+    nodes = partials.view(-1, out.numel() // groups).numpy()  # whose calls take less of the host
+    while len(nodes) > groups:
+        nodes = nodes[::2] + nodes[1::2]
     return out.copy_(torch.from_numpy(nodes).view(out.shape))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.gemm import cublas, fp8_cublas, sampling
 from tp_invariant_recipes.numerics.gemm.defined import by_fixed_tile_gemm
-from tp_invariant_recipes.numerics.gemm.operands import every_part
+from tp_invariant_recipes.numerics.gemm.operands import along_k, every_part
 from tp_invariant_recipes.numerics.sums.data_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -107,16 +107,9 @@ def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments) -> Tensor
 def _batch(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
     """terms[v] = the sum over segments, in order, of shard v's GEMM, as batches of products."""
     shards, before = terms.shape[0], 0
-    (rows, along), (across, columns) = a.stride(), b.stride()
     for segment in segments:
         size = segment // shards
-        a_shards = a.as_strided(
-            (shards, a.shape[0], size), (size * along, rows, along), a.storage_offset() + before * along
-        )
-        b_shards = b.as_strided(
-            (shards, size, b.shape[1]), (size * across, across, columns), b.storage_offset() + before * across
-        )
-        cublas.launch_batch(a_shards, b_shards, terms, before > 0)
+        cublas.launch_batch(*along_k(a, b, before, size, size, shards), terms, before > 0)
         before += segment
 
 

@@ -10,14 +10,14 @@ outcome.
 bf16 operands become fp32 first: in bf16 most CPUs multiply number by number, several times slower.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.gemm import sampling
-from tp_invariant_recipes.numerics.gemm.operands import Split, like, parts_of, same_bits, without_gaps
+from tp_invariant_recipes.numerics.gemm.operands import Split, along_k, like, parts_of, same_bits, without_gaps
 
 LEAST = 256  # numbers of a result; exactness checks of a smaller one would say little about how it is summed
 TRIALS = 4
@@ -26,7 +26,7 @@ ALIGNMENT = 64  # bytes of a cache line, and of what torch allocates
 # (form, shapes, strides, dtype, alignment, threads, shards) -> whether all shards in one call have the right bits.
 _batched_is_exact: dict[tuple[Any, ...], bool] = {}
 
-Form = Callable[[Tensor, Tensor], Tensor]
+Form = Callable[..., Tensor]  # of the operands of a GEMM
 
 
 def gemm(a: Tensor, b: Tensor, rows: Split, columns: Split, onto: Tensor | None = None) -> Tensor:
@@ -36,52 +36,103 @@ def gemm(a: Tensor, b: Tensor, rows: Split, columns: Split, onto: Tensor | None 
     returns: [m, n] fp32, fp64 for operands of fp64; with `onto`, that.
     """
     a, b = _wide(a), _wide(b)
-
-    def shard_by_shard(a: Tensor, b: Tensor) -> Tensor:
-        if rows != 1:
-            b = without_gaps(b)
-            return torch.cat([torch.mm(without_gaps(x), b) for x in parts_of(a, rows, 0)])
-        a = without_gaps(a)
-        return torch.cat([torch.mm(a, without_gaps(y)) for y in parts_of(b, columns, 1)], 1)
-
     if onto is not None:
         fits = onto.dtype == a.dtype and onto.is_contiguous()
-        if fits and is_exact(_added, _added_apart(shard_by_shard), a, b, rows, columns, onto.data_ptr() % ALIGNMENT):
+        if fits and is_exact(_added, _added_apart, a, b, rows, columns, onto.data_ptr() % ALIGNMENT):
             return torch.addmm(onto, a, b, out=onto)
         return onto.add_(gemm(a, b, rows, columns).to(onto.dtype))
     if rows == columns == 1:
         return torch.mm(without_gaps(a), without_gaps(b))
-    return (torch.mm if is_exact(torch.mm, shard_by_shard, a, b, rows, columns) else shard_by_shard)(a, b)
+    return (_whole if is_exact(_whole, _shard_by_shard, a, b, rows, columns) else _shard_by_shard)(a, b, rows, columns)
+
+
+def _whole(a: Tensor, b: Tensor, rows: Split, columns: Split) -> Tensor:
+    return torch.mm(a, b)
+
+
+def _shard_by_shard(a: Tensor, b: Tensor, rows: Split, columns: Split) -> Tensor:
+    if rows != 1:
+        b = without_gaps(b)
+        return torch.cat([torch.mm(without_gaps(x), b) for x in parts_of(a, rows, 0)])
+    a = without_gaps(a)
+    return torch.cat([torch.mm(a, without_gaps(y)) for y in parts_of(b, columns, 1)], 1)
+
+
+def _added(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return torch.addmm(_before(a, b), a, b)
+
+
+def _added_apart(a: Tensor, b: Tensor, rows: Split, columns: Split, _alignment: int) -> Tensor:
+    return _before(a, b).add_(_shard_by_shard(a, b, rows, columns))
+
+
+def _before(a: Tensor, b: Tensor) -> Tensor:
+    """Return numbers as large as those of a @ b, of both signs, to which an exactness check adds it."""
+    return torch.matmul(a, b).flip(-1).neg_()
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
     """Compute a @ b for this rank's part of the dimension that is summed.
 
-    a, b:     [m, k] and [k, n]; k consists of segments, each of `shards` shards.
+    a, b:     [m, k] and [k, p]; k consists of segments, each of `shards` shards.
     segments: the size of each in k.
-    returns:  [n, m, n] fp32: each shard's sum over segments, in order, of the segment's product, or the sums of
+    returns:  [n, m, p] fp32: each shard's sum over segments, in order, of the segment's product, or the sums of
               neighbours: nodes of the tree over all shards, n a power of two.
     """
-    wide_a, wide_b = _wide(a), _wide(b)
-    paired = len(segments) == 1 < shards and a.dtype != torch.float64
-    parts: Iterable[tuple[Tensor, Tensor]] = ((wide_a, wide_b),)
-    if len(segments) > 1:  # a split takes as long as a small product
-        parts = zip(wide_a.split(segments, 1), wide_b.split(segments), strict=True)
-    total = None
-    for part_a, part_b in parts:
-        x, y = part_a.view(a.shape[0], shards, -1).transpose(0, 1), part_b.view(shards, -1, b.shape[1])
-        if paired:
-            total, x, y = _batch(x[::2], y[::2]), x[1::2], y[1::2]
-        total = _batch(x, y) if total is None else _add_batch(x, y, total)
-    summed = total.float()  # type: ignore[union-attr]
+    x, y, form = _wide(a), _wide(b), _looped
+    for other in (_in_place, _batched):
+        if is_exact(other, _looped, x, y, shards, segments):
+            form = other
+            break
+    summed = form(x, y, shards, segments).float()
     sampling.take_partials(a, b, summed, shards, segments)
     return summed
+
+
+def _pairs(a: Tensor, shards: int, segments: tuple[int, ...]) -> bool:
+    """Whether neighbours are added: they are no sums of segments, and fp64 is not rounded before it is added."""
+    return len(segments) == 1 < shards and a.dtype != torch.float64
+
+
+def _in_place(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
+    """Add each batch of products to the one before: in one segment those of odd shards to those of even ones."""
+    if _pairs(a, shards, segments):
+        size = segments[0] // shards
+        cuts = [(start, size, 2 * size, shards // 2) for start in (0, size)]
+    else:
+        sizes = [segment // shards for segment in segments]
+        cuts = [(sum(segments[:n]), size, size, shards) for n, size in enumerate(sizes)]
+    total = torch.bmm(*along_k(a, b, *cuts[0]))
+    for cut in cuts[1:]:
+        torch.baddbmm(total, *along_k(a, b, *cut), out=total)
+    return total
+
+
+def _batched(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
+    return _nodes(a, b, shards, segments, torch.bmm)
+
+
+def _looped(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
+    def products(a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([torch.mm(without_gaps(x), without_gaps(y)) for x, y in zip(a, b, strict=True)])
+
+    return _nodes(a, b, shards, segments, products)
+
+
+def _nodes(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...], products: Form) -> Tensor:
+    total, start = None, 0
+    for segment in segments:
+        size = segment // shards
+        part = products(*along_k(a, b, start, size, size, shards))
+        total, start = part if total is None else total.add_(part), start + segment
+    assert total is not None
+    return total[::2] + total[1::2] if _pairs(a, shards, segments) else total
 
 
 def is_exact(batched: Form, looped: Form, a: Tensor, b: Tensor, *kind: Any) -> bool:
     """Whether `batched` has the bits of `looped` for operands that lie in memory as these do.
 
-    kind: what else tells apart GEMMs of such operands.
+    kind: further arguments of both.
     """
     key = (
         batched.__name__, a.shape, b.shape, a.stride(), b.stride(), a.dtype,
@@ -90,39 +141,9 @@ def is_exact(batched: Form, looped: Form, a: Tensor, b: Tensor, *kind: Any) -> b
     exact = _batched_is_exact.get(key)
     if exact is None:
         exact = a.shape[:-1].numel() * b.shape[-1] >= LEAST
-        exact = exact and all(same_bits(batched(x, y), looped(x, y)) for x, y in _trials(a, b))
+        exact = exact and all(same_bits(batched(x, y, *kind), looped(x, y, *kind)) for x, y in _trials(a, b))
         _batched_is_exact[key] = exact
     return exact
-
-
-def _batch(a: Tensor, b: Tensor) -> Tensor:
-    """[n, m, k] @ [n, k, p] → [n, m, p]."""
-    return (torch.bmm if is_exact(torch.bmm, _looped, a, b) else _looped)(a, b)
-
-
-def _add_batch(a: Tensor, b: Tensor, onto: Tensor) -> Tensor:
-    """`_batch`, added to `onto`."""
-    if is_exact(_added, _added_apart(_looped), a, b):
-        return torch.baddbmm(onto, a, b, out=onto)
-    return onto.add_(_batch(a, b))
-
-
-def _added(a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to a matrix, or a batch to a batch, in one call of the library."""
-    return (torch.addmm if a.dim() == 2 else torch.baddbmm)(_before(a, b), a, b)
-
-
-def _added_apart(product: Form) -> Form:
-    return lambda a, b: _before(a, b).add_(product(a, b))
-
-
-def _before(a: Tensor, b: Tensor) -> Tensor:
-    """Return numbers as large as those of a @ b, of both signs, to which an exactness check adds it."""
-    return torch.matmul(a, b).flip(-1).neg_()
-
-
-def _looped(a: Tensor, b: Tensor) -> Tensor:
-    return torch.stack([torch.mm(without_gaps(x), without_gaps(y)) for x, y in zip(a, b, strict=True)])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -25,6 +25,15 @@ def every_part(segments: Sequence[int], shards: int) -> list[list[slice]]:
     ]
 
 
+def along_k(a: Tensor, b: Tensor, start: int, size: int, step: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return views [count, m, size] of a, [m, k], and [count, size, n] of b, [k, n]: a part of k every `step`."""
+    (rows, along), (across, columns) = a.stride(), b.stride()
+    return (
+        a.as_strided((count, a.shape[0], size), (step * along, rows, along), a.storage_offset() + start * along),
+        b.as_strided((count, size, b.shape[1]), (step * across, across, columns), b.storage_offset() + start * across),
+    )
+
+
 def without_gaps(matrix: Tensor) -> Tensor:
     """Return the matrix with no gaps between rows, or columns where those are what memory holds together.
 

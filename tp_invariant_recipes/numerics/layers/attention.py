@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.function_modes import LayerFunction
+from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
 from tp_invariant_recipes.numerics.gemm import sampling
 from tp_invariant_recipes.numerics.gemm.cublas import CHECK, checking, settings, tried
 from tp_invariant_recipes.numerics.gemm.operands import dense, same_bits
@@ -148,12 +148,11 @@ def attention(
     returns:    [s, b, h · v].
     Raises RunError where the backend is refused, or does not repeat its own bits.
     """
-    query, key, value = dense(query), dense(key), dense(value)
     more = () if sinks is None else (sinks,)
     # Without gradients a forward pass is tried by itself: `tpi score` has a shape for every length, and a backend plans
     # each kernel of each for up to a second.
     graded = torch.is_grad_enabled()
-    case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings(), graded)
+    query, key, value, case = _case(core, query, key, value, mask, shards, graded)
     trial = partial(check_passes, core, query, key, value, mask, shards, *more, graded=graded)
     batched = tried(_batched_is_exact, case, query, trial)
     if batched and shards > 1 and checking():
@@ -168,6 +167,15 @@ def attention(
 
     sampling.repeat(out, recompute, shards, getattr(core, "layer_number", None))
     return out
+
+
+@outside_modes
+def _case(
+    core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, *more: Any
+) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
+    """Return the operands without gaps, and what an exactness check of them holds for."""
+    query, key, value = dense(query), dense(key), dense(value)
+    return query, key, value, (query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings(), *more)
 
 
 def attention_of_each(
@@ -197,7 +205,7 @@ def attention_of_each(
 def _batched(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
     out = core.launch(query, key, value, mask, *sinks)
     if out.requires_grad:  # where the gradient is a slice, a backend may choose another algorithm for its strides
-        out.register_hook(dense)
+        out.register_hook(outside_modes(dense))
     return out
 
 

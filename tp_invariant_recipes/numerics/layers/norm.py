@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import LayerFunction
+from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tp_invariant_recipes.kernels.row_sums import centred_rows
 from tp_invariant_recipes.numerics.layers.bias import row_bias
@@ -99,6 +99,7 @@ class _CentredRows(LayerFunction):
         return centred_rows(dc.reshape(-1, dc.shape[-1]), ctx.dtype).view(dc.shape)
 
 
+@outside_modes
 def check_rows(x: Tensor, weight: Tensor, mesh: VirtualMesh, shards_of: NormShards) -> None:
     """Raise ValueError where the gradient of the weight needs shards into which the rows are not divided."""
     if not (weight.requires_grad and torch.is_grad_enabled()):

@@ -2,6 +2,7 @@
 """Megatron-Core's local layers with invariant sums."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
+from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
 from tp_invariant_recipes.kernels import activations as kernel
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import cross_entropy
@@ -49,15 +51,65 @@ def compile_nothing(*_: Any) -> None:
 
 
 def residual_add(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replace `bias_dropout_add_fused_train`: without a bias and dropout it is one addition."""
+    """Replace `_bias_dropout_add_func` and its compiled form: without a bias and dropout it is one addition."""
 
-    def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+    def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, *training: bool) -> Tensor:
         x, bias = x_with_bias
-        if bias is None and not prob and x.dtype == residual.dtype:
-            return residual + x
-        return original(x_with_bias, residual, prob)
+        total = _sum(residual, x) if bias is None and not prob else None
+        return original(x_with_bias, residual, prob, *training) if total is None else total
 
     return add
+
+
+@outside_modes
+def _sum(residual: Tensor, x: Tensor) -> Tensor | None:
+    return residual + x if x.dtype == residual.dtype else None
+
+
+def rotated(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace `_apply_rotary_pos_emb_bshd`: on a CPU one function of autograd with the bits of its ten."""
+
+    @wraps(original)
+    def rotate(
+        t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, mla_rotary_interleaved: bool = False,
+        mscale: float = 1.0, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        cosine, sine = (None, None) if rotary_interleaved or mla_rotary_interleaved else _turns(t, freqs, mscale)
+        if cosine is None:
+            return original(t, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, **more)
+        return _Rotated.apply(t, cosine, sine)
+
+    return rotate
+
+
+@outside_modes
+def _turns(t: Tensor, freqs: Tensor, mscale: float) -> tuple[Tensor | None, Tensor | None]:
+    """Return cos and sin of all angles of t in its dtype, kept with the angles. None: of a GPU, or of a part of t."""
+    if t.is_cuda or freqs.shape[-1] != t.shape[-1]:
+        return None, None
+    kind = mscale, t.dtype, freqs._version
+    kept: Any = getattr(freqs, "turns", (None,))
+    if kept[0] != kind:
+        turns = [(turn(freqs) * mscale).to(t.dtype) for turn in (torch.cos, torch.sin)]
+        freqs.turns = kept = kind, *turns  # type: ignore[attr-defined]
+    return kept[1], kept[2]
+
+
+class _Rotated(LayerFunction):
+    """t · cos + (-t2, t1) · sin, each operation rounded. t: [s, b, heads, d]; cos, sin: [s, 1, 1, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        first, second = t.chunk(2, -1)
+        return (t * cosine).add_(torch.cat((-second, first), -1).mul_(sine))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        first, second = (gradients[0] * sine).chunk(2, -1)
+        # Megatron's has a second gradient: zeros, of the features that are not rotated. They turn -0.0 into 0.0.
+        return torch.cat((second, -first), -1).add_(gradients[0] * cosine).add_(0.0), None, None
 
 
 def swiglu(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -176,14 +228,22 @@ class InvariantHeadNorm(HeadNormForward, InvariantRMSNorm):
     """RMSNorm of queries or keys."""
 
 
+@outside_modes
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+    return query.shape[2], key.shape[2], value.shape[3]
+
+
 class InvariantDotProductAttention(CoreAttention, DotProductAttention):
     """Attention of torch's batched products."""
 
     def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sinks: Tensor | None = None) -> Tensor:
         """Megatron's forward, for the heads given. It reads their number, and theirs alone, from its attributes."""
-        heads, groups = query.shape[2], key.shape[2]
-        self.num_attention_heads_per_partition, self.num_query_groups_per_partition = heads, groups
-        self.hidden_size_per_partition = heads * value.shape[3]
+        heads, groups, width = _sizes(query, key, value)
+        self.__dict__.update(  # a module's own way takes longer
+            num_attention_heads_per_partition=heads,
+            num_query_groups_per_partition=groups,
+            hidden_size_per_partition=heads * width,
+        )
         with self.with_sinks(sinks):
             return DotProductAttention.forward(self, query, key, value, *mask)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.clipped_adam import Parameter, Settings, clipped_adam
 from tp_invariant_recipes.numerics.gemm import cublas
 from tp_invariant_recipes.numerics.gemm.operands import same_bits
@@ -51,6 +52,7 @@ def in_one_launch(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Return a replacement for MixedPrecisionOptimizer.step_with_ready_grads, made from that function."""
 
     @wraps(original)
+    @outside_modes
     @torch.no_grad()
     def step_with_ready_grads(self: Any) -> bool:
         if id(self) not in _clips:

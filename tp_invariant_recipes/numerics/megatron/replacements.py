@@ -215,6 +215,11 @@ ROWS = (
             ("fused_bias_swiglu:swiglu_back", "swiglu_back"),
         )
     ),
+    # --- What takes a CPU's host longer than its numbers ---
+    ReplacementRow("megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd",
+        "numerics.megatron.local:rotated", "a CPU would compute each layer's cosines again, with the same bits"),
+    ReplacementRow("megatron.core.fusions.fused_bias_dropout:_bias_dropout_add_func",
+        "numerics.megatron.local:residual_add", "four operations of which three do nothing"),
     # --- What only some machines or settings have ---
     ReplacementRow("transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
         "numerics.megatron.te_wrappers:without_flash",

@@ -76,8 +76,8 @@ def tree_sum(partials: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def tree_sums(partials: Tensor) -> Tensor:
     """Add each group's partials in tree order: [groups, R, …] fp32, contiguous, R a power of two → [groups, …]."""
-    groups, _, *shape = partials.shape
-    return tree_add(partials, partials.new_empty(groups, *shape), groups)
+    groups, width, *shape = partials.shape
+    return partials[:, 0] if width == 1 else tree_add(partials, partials.new_empty(groups, *shape), groups)
 
 
 def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:

@@ -203,7 +203,7 @@ def _add_up(alike: list[_Waiting]) -> None:
     """One tree for the parameters whose leaves have one shape, then one all-gather for all, which are of one kind."""
     everywhere, by_heads, *_ = alike[0].kind
     mesh, groups = alike[0].mesh, _by_count(alike)
-    sums = torch.cat([tree_sums(torch.cat([alike[place].leaves for place in group], 2)) for group in groups], 1)
+    sums = _cat([tree_sums(_cat([alike[place].leaves for place in group], 2).contiguous()) for group in groups], 1)
     totals = _total(sums, mesh, everywhere, by_heads)
     if mesh.rank and not everywhere:
         return
@@ -215,6 +215,10 @@ def _add_up(alike: list[_Waiting]) -> None:
         for places in rounds:
             added = [parts[place].view(gradients[place].shape) for place in places]
             torch._foreach_add_([gradients[place] for place in places], added)
+
+
+def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _by_count(waiting: list[_Waiting]) -> list[list[int]]:

@@ -126,3 +126,26 @@ def test_which_operands_the_kernel_takes(monkeypatch, operands, taken):
     assert local._taken(*operands) is taken
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not local._taken(*operands)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("heads, width, more", ((8, 16, {}), (1, 32, {}), (4, 16, {"rotary_interleaved": True})))
+def test_rotary_positions_have_megatrons_bits(dtype, heads, width, more):
+    """Also of zeros with signs; of heads of which a part is rotated, and interleaved, by Megatron's own function."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd as original
+
+    angles = 5.0 * torch.randn(6, 1, 1, 16)
+    values, dy = torch.randn(6, 2, heads, 2 * width).to(dtype), torch.randn(6, 2, heads, width).to(dtype)
+    for n, zero in enumerate((0.0, -0.0)):
+        values[n], dy[2 + n] = zero, zero
+
+    def passes(rotate, mscale):
+        leaf = values.clone().requires_grad_()
+        y = rotate(leaf[..., :width], angles, mscale=mscale, **more)
+        y.backward(dy)
+        return y.detach(), leaf.grad
+
+    rotate = local.rotated(original)
+    for mscale, by in ((1.0, 1.0), (1.0, 1.5), (1.25, 1.0)):  # each time with other cosines than those that are kept
+        angles.mul_(by)
+        assert all(map(same_bits, passes(rotate, mscale), passes(original, mscale)))

@@ -144,9 +144,10 @@ class Plain:
         columns: the shards of the result's features.
         """
         across = across.t() if forward else across
-        for part, at in rows.slices(across.numel()) if isinstance(rows, Moving) else ((rows, slice(None)),):
-            for x, y in each_context(mesh, part, out[at]):
-                self.products.gemm(x, across, y, columns=columns)
+        arriving = rows.slices(across.numel()) if isinstance(rows, Moving) else None
+        for part, y in ((rows, out),) if arriving is None else ((part, out[at]) for part, at in arriving):
+            for x_of_context, y_of_context in each_context(mesh, part, y):
+                self.products.gemm(x_of_context, across, y_of_context, columns=columns)
 
     def start_contraction(
         self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
@@ -158,7 +159,7 @@ class Plain:
         """
         across = across.t() if forward else across
         summed = start_contraction(rows, across, mesh, segments, self.products, forward, dtype)
-        return Reduced(summed, mesh, scatters)
+        return summed if mesh.size == 1 else Reduced(summed, mesh, scatters)
 
     def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
         """dy^T @ x, both columns, of each context shard by itself. shards: the rows or columns of `product`."""
