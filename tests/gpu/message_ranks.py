@@ -85,8 +85,7 @@ def planted(kind, memory, flag):
     def spoiled(self, *args):
         peers = self.peers
         if kind is gather:
-            for event in self.events.values():
-                peers.wait(event)
+            peers.wait(self.copied)
             flip(self.whole)
             return arrived(self, *args)
         complete = peers.sums.complete

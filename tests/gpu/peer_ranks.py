@@ -46,9 +46,7 @@ def through_memory(nodes, dtype, by_slices=False):
     if not by_slices:
         started = start_reduce_scatter(nodes, mesh())
     else:
-        operand = nodes.new_empty(1).expand(TOKENS, 2**16)  # of a GEMM whose halves are worth a launch
-        started = reduce_scatter_by_slices(operand, FEATURES, mesh(), lambda at: nodes[:, at].contiguous())
-        assert [len(parts) for parts in started.parts.values()] == [2] * (dist.get_world_size() - 1) + [1]
+        started = reduce_scatter_by_slices(nodes[0], FEATURES, mesh(), lambda at: nodes[:, at].contiguous())
     assert type(started).__name__ == "PeerSum"
     return started.finished(dtype)
 
@@ -98,10 +96,6 @@ def gathers():
         second = start_all_gather(slices, mesh())
         assert [type(moving.works[0]).__name__ == "PeerGather" for moving in (first, second)] == [True, False]
         assert torch.equal(second.arrived(), first.arrived())
-        parts = [*start_all_gather(slices, mesh()).slices(2**33)]
-        assert [at.start // TOKENS for _, at in parts][:1] == [dist.get_rank()]
-        assert len(parts) == dist.get_world_size()
-        assert all(torch.equal(part, expected[at]) for part, at in parts)
     return True
 
 
@@ -147,9 +141,7 @@ def arrivals(waits):
     symmetric_memory.Peers.copy = slow_copy
     moving = start_all_gather(slices, mesh())
     symmetric_memory.Peers.wait = wait if waits else lambda *_: None
-    read = torch.empty_like(expected)
-    for part, at in moving.slices(2**33):
-        read[at] = part
+    read = moving.arrived().clone()
     torch.cuda.synchronize()
     return torch.equal(read, expected)
 
@@ -166,9 +158,7 @@ def graphs():
             for by_slices in (False, True, False)[: number or 3]:
                 gathered = start_all_gather(x[0], mesh())
                 results.append(through_memory(x, torch.bfloat16, by_slices))
-                results.append(
-                    torch.cat([part for part, _ in sorted(gathered.slices(2**33), key=lambda p: p[1].start)])
-                )
+                results.append(gathered.arrived())
         whole = x.new_empty(dist.get_world_size() * TOKENS, FEATURES)
         dist.all_gather_into_tensor(whole, x[0])
         captured.append((graph, results, by_nccl(x, torch.bfloat16), whole, x))  # which the graph reads

@@ -123,8 +123,8 @@ def sums_through_memory_are_slices_of_the_tree():
         sums = [rank.begin_sum(shape) for rank in ranks]
         assert all(rank.begin_sum(shape) is None for rank in ranks)  # one at a time
         for n, (started, node) in enumerate(zip(sums, nodes, strict=True)):
-            for peer, rows in started.slices(halves=n > 0):
-                started.send(peer, node[rows])
+            for peer in ranks[n].order():
+                started.send(peer, node[started.rows(peer)])
         assert same_bits(torch.cat([started.finished(torch.float32) for started in sums]), whole), size
         assert ranks[0].begin_sum((tokens + 1, features)) is None
         _COPIES.clear()

@@ -9,14 +9,14 @@ work runs; then each rank adds its inbox in tree order, with the bits of numeric
     barrier      all slices have arrived
     add          kernels/tree_add.py
 
-Copy engines pull the slices of a gather out of the peers' buffers, while a GEMM multiplies this rank's own:
+Copy engines pull the slices of a gather out of the peers' buffers:
 
     barrier      the peers have pulled this rank's slice of the use before
     copy         this rank's slice into its buffer
     barrier      all slices are in their buffers
-    pull         each peer's slice in turn; an event for each
-    copy         this rank's slice, if the whole is needed, on the stream that waits: with CUDA_DEVICE_MAX_CONNECTIONS=1
-                 a kernel that followed the copy engines would hold up the GEMM
+    pull         each peer's slice in turn
+    copy         this rank's slice, on the stream that goes on: with CUDA_DEVICE_MAX_CONNECTIONS=1 a kernel that
+                 followed the copy engines would hold up others
 
 Both barriers wait on the stream, and nothing else orders one use of the memory and the next, so that CUDA graphs may be
 replayed in any order. A group has one buffer for sums; what begins while another sum is in it goes by NCCL.
@@ -139,13 +139,13 @@ class Peers:
         views[self.rank].copy_(slices.reshape(-1))
         self.gathers.complete()
         whole = slices.new_empty(self.size * slices.shape[0], *slices.shape[1:])
-        arrived = {}
         for peer in [*self.order()][:-1]:
             self.copy(whole.view(self.size, -1)[peer], views[peer])
-            arrived[peer] = self.copied()
-        if (transfer := self.transfer("all-gather over symmetric memory")) is not None:
+        copied, transfer = self.copied(), self.transfer("all-gather over symmetric memory")
+        whole.view(self.size, -1)[self.rank].copy_(slices.reshape(-1))
+        if transfer is not None:
             transfer.sent(slices[None])
-        return PeerGather(self, whole, slices, arrived, transfer)
+        return PeerGather(self, whole, copied, transfer)
 
     def start_exchange(self, rows: Sequence[Tensor]) -> "PeerExchange | None":
         """Start sending every rank its row, fp32 without gaps, of that rank's size. None: NCCL is to do it.
@@ -191,38 +191,27 @@ class PeerSum:
     """A sum over ranks. Each slice of the node is sent as soon as it is computed, in the order of `Peers.order`.
 
     inboxes: of each rank, [t, tokens/t · …] fp32: row r is what rank r sends. shape: of a node.
-    parts:   what this rank has computed, by rank in order of rows, until it is sent.
+    parts:   what this rank has computed, by rank, until it is sent.
     """
 
     peers: Peers
     inboxes: list[Tensor]
     shape: tuple[int, ...]
     transfer: Any = None
-    parts: dict[int, list[Tensor]] = field(default_factory=dict)
+    parts: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, peer: int) -> slice:
         """Return the rows of the node that a rank gets."""
         each = self.shape[0] // self.peers.size
         return slice(peer * each, (peer + 1) * each)
 
-    def slices(self, halves: bool) -> Iterator[tuple[int, slice]]:
-        """Yield ranks and their rows in the order of `send`. halves: of a peer's, the first travel during a GEMM."""
-        for peer in self.peers.order():
-            rows = self.rows(peer)
-            middle = (rows.start + rows.stop) // 2
-            if halves and peer != self.peers.rank and self.transfer is None:  # digests are of whole messages
-                yield peer, slice(rows.start, middle)
-                rows = slice(middle, rows.stop)
-            yield peer, rows
-
     def send(self, peer: int, part: Tensor) -> None:
-        """Send a rank its next rows, [n, …] fp32 without gaps."""
-        part, sent = part.reshape(-1), sum(map(len, self.parts.setdefault(peer, [])))
-        self.parts[peer].append(part)
+        """Send a rank its rows, [tokens/t, …] fp32 without gaps."""
+        self.parts[peer] = part.reshape(-1)
         if peer != self.peers.rank:
-            self.peers.copy(self.inboxes[peer][self.peers.rank][sent : sent + len(part)], part)
+            self.peers.copy(self.inboxes[peer][self.peers.rank], self.parts[peer])
             if self.transfer is not None:
-                self.transfer.sent(part[None], peer)
+                self.transfer.sent(self.parts[peer][None], peer)
 
     def finished(self, dtype: torch.dtype) -> Tensor:
         """[tokens/t, …] of `dtype`."""
@@ -234,7 +223,7 @@ class PeerSum:
             self.transfer.received(rows[:own], 0)
             self.transfer.received(rows[own + 1 :], own + 1)
         inbox = [*rows]
-        (inbox[peers.rank],) = self.parts[peers.rank]
+        inbox[peers.rank] = self.parts[peers.rank]
         out = torch.empty(self.shape[0] // peers.size, *self.shape[1:], dtype=dtype, device=peers.device)
         peer_add(inbox, out.view(-1))
         peers.sums.busy = False
@@ -256,39 +245,19 @@ class PeerExchange:
 
 @dataclass
 class PeerGather:
-    """A gather on its way. whole: all ranks' slices; own: this one's. events: by peer the end of its copy, in order."""
+    """A gather on its way. whole: all ranks' slices. copied: the event that ends the peers'."""
 
     peers: Peers
     whole: Tensor
-    own: Tensor
-    events: dict[int, Any]
+    copied: Any
     transfer: Any = None
-    ended: bool = False
-
-    def rows(self, peer: int) -> slice:
-        """Return a rank's rows of `whole`."""
-        return slice(peer * len(self.own), (peer + 1) * len(self.own))
-
-    def slices(self) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the ranks' slices with their rows of `whole`: this one's at once, each other when it has arrived."""
-        yield self.own, self.rows(self.peers.rank)
-        for peer, event in self.events.items():
-            self.peers.wait(event)
-            yield self.whole[self.rows(peer)], self.rows(peer)
-        (self._end if self.transfer is None else self.wait)()  # digests are of the whole
 
     def wait(self) -> None:
-        """Have the stream wait for all of `whole`."""
-        for event in self.events.values():
-            self.peers.wait(event)
-        self.whole[self.rows(self.peers.rank)].copy_(self.own)
-        self._end()
-
-    def _end(self) -> None:
-        if not self.ended:
-            self.ended, self.peers.gathers.busy = True, False
-            if self.transfer is not None:
-                self.transfer.received(self.whole.view(self.peers.size, -1), 0)
+        """Have the stream wait for it."""
+        self.peers.wait(self.copied)
+        if self.transfer is not None:
+            self.transfer.received(self.whole.view(self.peers.size, -1), 0)
+        self.peers.gathers.busy = False
 
 
 _peers: dict[Any, Peers | None] = {}  # by process group

@@ -6,7 +6,7 @@ move bytes; every addition is in kernels/. device.peer_memory has ranks of one h
 (numerics/sums/symmetric_memory.py), with the same bits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerGather, PeerSum, peers_of
-
-# Multiplications of a GEMM that take as long as the next slice needs to arrive. Of fewer, one GEMM of all slices is
-# faster than one of each.
-WORTH = 2**33
+from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerSum, peers_of
 
 
 @dataclass
@@ -39,17 +35,6 @@ class Moving:
             work.wait()
         self.works = ()
         return self.buffer
-
-    def slices(self, row: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield parts of the buffer as they arrive, each with its rows: all at once, or one of each rank, own first.
-
-        row: multiplications of a GEMM for each row; where those of a slice are few, all arrive at once.
-        """
-        for gather in self.works:
-            if isinstance(gather, PeerGather) and len(gather.own) * row >= WORTH:
-                yield from gather.slices()
-                return
-        yield self.arrived(), slice(None)
 
 
 @dataclass
@@ -104,9 +89,8 @@ def reduce_scatter_by_slices(
     peers = peers_of(mesh.group, operand, tokens // mesh.size * features * 4)
     started = None if peers is None else peers.begin_sum((tokens, features))
     if started is not None:
-        halves = tokens // mesh.size // 2 * operand.shape[1] * features >= WORTH
-        for peer, rows in started.slices(halves):
-            started.send(peer, tree_sum(nodes(rows)))
+        for peer in started.peers.order():
+            started.send(peer, tree_sum(nodes(started.rows(peer))))
     return started
 
 

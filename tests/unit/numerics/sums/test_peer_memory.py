@@ -16,7 +16,6 @@ from tp_invariant_recipes.kernels.gemm.quantize import E4M3, Quantized
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.gemm import fp8 as fp8_products
 from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
-from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.sums import symmetric_memory, tree
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.patches import registry
@@ -145,13 +144,10 @@ def test_barriers_that_take_time_slices_are_given_to_nccl(choose, monkeypatch, c
 
 
 class _Copying(symmetric_memory.Peers):
-    """Rank 1 of 4, whose copies end when the stream waits for them. early: or never, as if nothing waited."""
+    """Rank 1 of 4, whose copies end when the stream waits for them."""
 
-    def __init__(self, slices, early=False):
-        self.rank, self.size, self.group, self.early = 1, 4, GROUP, early
-        views = [part.reshape(-1).clone() for part in slices]
-        views[self.rank].zero_()
-        self.gathers = SimpleNamespace(begin=lambda *_: views, complete=lambda: None, busy=True)
+    def __init__(self):
+        self.rank, self.size, self.group = 1, 4, GROUP
         self.started, self.ended = [], 0
 
     def copy(self, to, part):
@@ -162,51 +158,15 @@ class _Copying(symmetric_memory.Peers):
         return len(self.started)
 
     def wait(self, event):
-        for to, part in self.started[self.ended : 0 if self.early else event]:
+        for to, part in self.started[self.ended : event]:
             to.copy_(part)
         self.ended = max(self.ended, event)
-
-
-@pytest.mark.parametrize("early", (False, True), ids=("", "the control: rows that have not arrived"))
-@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
-def test_rows_are_multiplied_as_they_arrive(monkeypatch, fp8, early):
-    """Small integers, whose sums are exact in any order."""
-    generator = torch.Generator().manual_seed(0)
-    rows, weight = (torch.randint(-4, 5, (n, 128), generator=generator).float() for n in (64, 32))
-    expected, mesh = rows @ weight.t(), VirtualMesh(4, 4, 1, GROUP)
-    monkeypatch.setattr(tree, "WORTH", 0)
-    slices = rows.to(E4M3 if fp8 else torch.bfloat16).chunk(4)
-    peers = _Copying([part.view(torch.uint8) for part in slices] if fp8 else slices, early)
-    monkeypatch.setattr(tree, "peers_of", lambda *_: peers)
-    form, across, mine = PLAIN, weight.bfloat16(), slices[1]
-    if fp8:
-        form = Fp8(False, E4M3)
-        across, mine = (Quantized(x, torch.ones(())) for x in (weight.to(E4M3), mine))
-    gathered = form.gathered(mine, mesh)
-    parts = gathered.slices(1)
-    first, at = next(parts)
-    assert at == slice(16, 32)
-    assert torch.equal((first.data if fp8 else first).float(), rows[at])
-    assert peers.ended == 0  # nothing waits for the rank's own rows
-    for n, (_, at) in enumerate(parts):
-        assert at == slice((n + 2) % 4 * 16, (n + 2) % 4 * 16 + 16)
-        assert peers.ended == n + 1
-    assert not peers.gathers.busy
-    peers = _Copying([part.view(torch.uint8) for part in slices] if fp8 else slices, early)
-    out = torch.zeros(64, 32)
-    arriving = form.gathered(mine, mesh)
-    form.multiply(arriving, across, out, mesh, 1, forward=True)
-    assert torch.equal(out, expected) is not early
-    assert not peers.gathers.busy
-    peers.gathers.busy = True  # by the next gather
-    assert torch.equal(arriving.arrived().data if fp8 else arriving.arrived(), torch.cat(slices)) is not early
-    assert peers.gathers.busy
 
 
 def test_rows_of_any_size_go_to_every_rank(monkeypatch):
     """To the place of this rank in the inbox of each. A third exchange and one whose messages a guard digests: NCCL."""
     rows = [torch.full((n,), float(n)) for n in (3, 0, 5, 2)]
-    peers, inboxes = _Copying(rows), [[torch.zeros(20) for _ in range(4)] for _ in range(2)]
+    peers, inboxes = _Copying(), [[torch.zeros(20) for _ in range(4)] for _ in range(2)]
     for buffer, views in (("sums", inboxes[0]), ("gathers", inboxes[1])):
         held = symmetric_memory.Buffer(Mock(**{"size.return_value": 4}), torch.device("cpu"))
         held.handle = Mock(**{"get_buffer.side_effect": lambda rank, shape, dtype, v=views: v[rank][: shape[0]]})
@@ -224,24 +184,22 @@ def test_rows_of_any_size_go_to_every_rank(monkeypatch):
     assert not peers.sums.busy
 
 
-@pytest.mark.parametrize("least, cuts", ((0, [(2, 8), (2, 8), (3, 8), (3, 8), (0, 8), (0, 8), (1, 16)]), (2**33, None)))
-def test_slices_of_an_fp8_sum_are_sent_as_they_are_computed(monkeypatch, least, cuts):
-    """Halves of the peers' where a GEMM takes long, own rows last."""
+def test_slices_of_an_fp8_sum_are_sent_as_they_are_computed(monkeypatch):
+    """Own rows last."""
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(n, 128, generator=generator).to(E4M3) for n in (64, 32))
     a, b = (Quantized(x, torch.ones(())) for x in (rows, weight))
-    peers, sent, inboxes = _Copying(rows.view(torch.uint8).chunk(4)), [], [torch.zeros(64, 32) for _ in range(4)]
+    peers, sent, inboxes = _Copying(), [], [torch.zeros(64, 32) for _ in range(4)]
     peers.sums = SimpleNamespace(begin=lambda *_: inboxes)
     send = symmetric_memory.PeerSum.send
     monkeypatch.setattr(symmetric_memory.PeerSum, "send", lambda s, to, x: sent.append((to, len(x))) or send(s, to, x))
     monkeypatch.setattr(tree, "peers_of", lambda *_: peers)
-    monkeypatch.setattr(tree, "WORTH", least)
     mesh = VirtualMesh(4, 4, 1, GROUP)
     form = Fp8(False, E4M3)
     started = form.start_contraction(a, b, mesh, 1, forward=True, scatters=True, dtype=torch.bfloat16).sum
-    assert sent == (cuts or [(2, 16), (3, 16), (0, 16), (1, 16)])
+    assert sent == [(2, 16), (3, 16), (0, 16), (1, 16)]
     (whole,) = fp8_products.nodes(a, b, mesh, (128,))
     peers.wait(peers.copied())
     for peer, part in enumerate(whole.chunk(4)):
-        got = started.parts[1][0] if peer == 1 else inboxes[peer].view(4, -1)[1]
+        got = started.parts[1] if peer == 1 else inboxes[peer].view(4, -1)[1]
         assert same_bits(got.view(16, 32), part)

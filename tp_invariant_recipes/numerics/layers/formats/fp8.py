@@ -21,7 +21,7 @@ tensorwise each batch has a scale of its own, and blockwise its tokens are fille
 which add nothing. An expert's weights lie whole with its owner.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -162,25 +162,6 @@ def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
 
 
 @dataclass(frozen=True)
-class _Arriving:
-    """Rows of all ranks in communication. codes: bytes; scale: of all rows; mine: own rows."""
-
-    codes: Moving
-    scale: Tensor
-    mine: Quantized
-
-    def slices(self, row: int) -> Iterator[tuple[Quantized, slice]]:
-        """As Moving's."""
-        for codes, at in self.codes.slices(row):
-            scale = self.scale if self.mine.blocks == "tensor" else self.scale[at]
-            yield Quantized(codes.view(self.mine.data.dtype), scale, self.mine.blocks), at
-
-    def arrived(self) -> Quantized:
-        """Return all rows."""
-        return Quantized(self.codes.arrived().view(self.mine.data.dtype), self.scale, self.mine.blocks)
-
-
-@dataclass(frozen=True)
 class Fp8:
     """The methods of Plain.
 
@@ -232,13 +213,13 @@ class Fp8:
         if mesh is None or self.blockwise:
             return self._both(dy if mesh is None else all_gather(dy, mesh), self.gradients)
         rows = self.gathered(self._rows(dy, self.gradients, None), mesh)
-        return rows, rows
+        return rows, quantize.transposed(rows)
 
     def gathered(self, rows: Any, mesh: VirtualMesh) -> Any:
         """As Plain's."""
-        codes = start_all_gather(rows.data.view(torch.uint8), mesh)
+        data = all_gather(rows.data.view(torch.uint8), mesh).view(rows.data.dtype)
         scale = rows.scale if rows.blocks == "tensor" else all_gather(rows.scale.contiguous(), mesh)
-        return _Arriving(codes, scale, rows)
+        return Quantized(data, scale, rows.blocks)
 
     def start_gathering(self, kept: Sequence[Tensor], mesh: VirtualMesh) -> Moving:
         """As Plain's."""
@@ -259,10 +240,8 @@ class Fp8:
     def multiply(
         self, rows: Any, across: Any, out: Tensor, mesh: VirtualMesh, columns: Split, *, forward: bool
     ) -> None:
-        """As Plain's, context shards in one product."""
-        width = across.data.numel()
-        for part, at in rows.slices(width) if isinstance(rows, _Arriving) else ((rows, slice(None)),):
-            fp8.gemm(part, across, out[at])
+        """As Plain's, all in one product."""
+        fp8.gemm(rows, across, out)
 
     def start_contraction(
         self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
@@ -280,8 +259,6 @@ class Fp8:
 
     def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
         """As Plain's. dy: [n, tokens]; x: [k, tokens]."""
-        if isinstance(dy, _Arriving):
-            dy = quantize.transposed(dy.arrived())
         size = dy.data.shape[1] // mesh.contexts
         starts = range(0, dy.data.shape[1], size)
         return weight_gradient(weight, *(partial(_added, dy.along_k(n, size), x.along_k(n, size)) for n in starts))

@@ -116,12 +116,12 @@ class Plain:
         self, dy: Tensor, mesh: VirtualMesh | None, wants_rows: bool, wants_columns: bool, groups: Groups | None = None
     ) -> tuple[Any, Any]:
         """Return the sides of dy, [tokens, n]. mesh: its ranks have the other tokens, which are gathered."""
-        whole = dy if mesh is None else start_all_gather(dy, mesh)
+        whole = dy if mesh is None else all_gather(dy, mesh)
         return whole, whole
 
     def gathered(self, rows: Any, mesh: VirtualMesh) -> Any:
-        """Return the rows of all ranks, which may be in communication still."""
-        return start_all_gather(rows, mesh)
+        """Return the rows of all ranks."""
+        return all_gather(rows, mesh)
 
     def start_gathering(self, kept: Sequence[Tensor], mesh: VirtualMesh) -> Moving:
         """Start gathering all ranks' tokens of what `from_input` has kept."""
@@ -140,14 +140,11 @@ class Plain:
     ) -> None:
         """out = rows @ across, transposed in a forward pass; of each context shard by itself.
 
-        Rows in communication are multiplied as they arrive: on a GPU they do not depend on each other.
         columns: the shards of the result's features.
         """
         across = across.t() if forward else across
-        arriving = rows.slices(across.numel()) if isinstance(rows, Moving) else None
-        for part, y in ((rows, out),) if arriving is None else ((part, out[at]) for part, at in arriving):
-            for x_of_context, y_of_context in each_context(mesh, part, y):
-                self.products.gemm(x_of_context, across, y_of_context, columns=columns)
+        for x, y in each_context(mesh, rows, out):
+            self.products.gemm(x, across, y, columns=columns)
 
     def start_contraction(
         self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
@@ -163,7 +160,7 @@ class Plain:
 
     def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
         """dy^T @ x, both columns, of each context shard by itself. shards: the rows or columns of `product`."""
-        parts = each_context(mesh, dy.arrived() if isinstance(dy, Moving) else dy, x)
+        parts = each_context(mesh, dy, x)
         return weight_gradient(weight, *(partial(self._add_gradient, grad, tokens, shards) for grad, tokens in parts))
 
     def _add_gradient(self, grad: Tensor, tokens: Tensor, shards: dict[str, Split], out: Tensor, add: bool) -> Tensor:
