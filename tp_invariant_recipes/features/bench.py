@@ -20,11 +20,12 @@ from tp_invariant_recipes.launch.local import Outcome, Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.numerics.mode import MEGATRONS, NAMES
+from tp_invariant_recipes.numerics.mode import MEGATRONS, NAMES, STOCK
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
+from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.text import plural
 
@@ -96,7 +97,7 @@ class ModeFigures:
     steps:       that count, of all rounds: the first ones do not while they are slower (UNSTEADY).
     tflops:      per rank, by Megatron's count of a step's operations; None: there is none.
     peak:        the share of the GPU's dense bf16 TFLOPS; None: they are not known.
-    on:          graphs, fusions, overlaps and dispatcher of its configuration.
+    on:          graphs, fusions, overlaps and dispatcher of its configuration; of stock, also the environment.
     allocated_gib, reserved_gib: the most memory on the last rank's GPU; None: on a CPU. Graphs' own is reserved alone.
     time_ratio:  to the first mode, round by round; None: this is the first. memory_ratio: likewise, of the reserved.
     """
@@ -288,7 +289,7 @@ def steady(step_ms: Sequence[float]) -> Sequence[float]:
 
 
 def switched_on(config: RunConfig) -> dict[str, list[str]]:
-    """Return what makes a configuration fast: "fused" -> ["apply_rope_fusion"]."""
+    """Return what makes a configuration fast: "fused" -> ["apply_rope_fusion"]; or stock slow: "environment"."""
     on: dict[str, list[str]] = {}
     for what, paths in ON.items():
         values = {
@@ -296,4 +297,6 @@ def switched_on(config: RunConfig) -> dict[str, list[str]]:
         }
         if values:
             on[what] = [name if value is True else str(value) for name, value in values.items()]
+    if config.numerics.mode == STOCK and (variables := environment.chosen(config)):
+        on["environment"] = variables
     return on

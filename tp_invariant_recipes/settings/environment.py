@@ -156,6 +156,16 @@ _ALGORITHMS = {
 }
 
 
+def chosen(config: RunConfig) -> list[str]:
+    """Return what the user's environment sets of VARIABLES where stock would set nothing: ["NAME=value"].
+
+    These variables make stock's kernels deterministic, and slower.
+    """
+    device, present = config.device.kind, dict(config.cluster.environment) | os.environ
+    names = [v.name for v in VARIABLES if device in v.devices and device not in v.usual]
+    return [f"{name}={present[name]}" for name in names if name in present]
+
+
 def _cannot_gather(value: str) -> Iterator[Problem]:
     """Yield why a rank would fail with these algorithms: "Tree", "^Ring,NVLS", "allgather:tree;allreduce:ring"."""
     for part in value.lower().split(";"):

@@ -8,6 +8,7 @@ import pytest
 
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.features import bench
+from tp_invariant_recipes.settings import environment
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
@@ -76,6 +77,8 @@ def test_slow_steps_at_the_beginning_are_warm_up(step_ms, counted):
 
 def test_each_mode_runs_as_its_users_run_it(monkeypatch):
     monkeypatch.setattr(bench.plan, "detect_device", lambda: "gpu")
+    for variable in environment.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
     words = parse_all(["dp=2", "tp=2", "gbs=2", "comm_overlap.tp_comm_overlap=true"])
     runs = bench._composed("qwen3_toy", words, ("stock", "deterministic", "tree"), [])
     on = {mode: bench.switched_on(run.config) for mode, run in runs.items()}
@@ -87,3 +90,8 @@ def test_each_mode_runs_as_its_users_run_it(monkeypatch):
     assert {*on["tree"]["overlapped"]} == both
     assert not fused & {*on["deterministic"]["fused"], *on["tree"]["fused"]}
     assert [mode["graphs"] for mode in on.values()] == [["full_iteration"]] * 3
+    assert not any("environment" in mode for mode in on.values())
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # stock sets it, too
+    slow = {mode: bench.switched_on(run.config).get("environment") for mode, run in runs.items()}
+    assert slow == {"stock": ["NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"], "deterministic": None, "tree": None}
