@@ -226,9 +226,11 @@ def _ranks_are_forked() -> None:
 def main() -> None:
     """See the top."""
     runs = [Run(**fields) for fields in json.load(sys.stdin)]
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen, ordered = (os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", environment.ORDERED))
     names = [str(n) for n in range(len(gpus.visible()))] if chosen is None else chosen.split(",")
     os.environ.update(environment.settings("gpu", os.environ))
+    if ordered is None:
+        del os.environ[environment.ORDERED]  # each run's own: FSDP and the combined schedule refuse 1
     bridge.load()
     before = _ranks_are_forked if can_fork(bridge.imported_with) else lambda: None
     began = time.monotonic()

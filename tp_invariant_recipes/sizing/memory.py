@@ -289,10 +289,11 @@ def _of_graphs(config: RunConfig, batch: MicroBatch, held: Counter[str], step: i
 
 
 def _unused(config: RunConfig, batch: MicroBatch) -> int:
-    """Bytes of the logits' largest block, which small tensors split that stay: the next step needs another.
+    """Bytes of blocks as large as the logits' largest, which small tensors that stay split: a step needs another.
 
-    cuBLAS's workspaces and the optimizer's moments do so, which the invariant modes allocate apart
-    (numerics/megatron/optimizer_step.py). In a graph of the whole step, whose memory is its own, one is split again.
+    The count follows peaks of torch's allocator (docs/memory.md). No trace of allocations names the small tensors: of a
+    step perhaps cuBLAS's workspaces and the optimizer's moments, which the invariant modes allocate apart
+    (numerics/megatron/optimizer_step.py).
     """
     if config.device.kind == "cpu":
         return 0
