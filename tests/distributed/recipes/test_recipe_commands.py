@@ -78,7 +78,7 @@ def test_bench(recipe, shared):
     assert done.status == 0, done.stderr
     result = json.loads((shared.folder / "bench" / "bench.json").read_text())
     assert result["model"] == recipe
-    assert [mode["mode"] for mode in result["modes"]] == ["stock", "tree"]
+    assert [mode["mode"] for mode in result["modes"]] == ["stock", "deterministic", "tree"]
 
 
 @pytest.mark.release
