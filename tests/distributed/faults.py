@@ -114,8 +114,8 @@ def product_per_rank() -> None:
     """Let a weight gradient of gathered matrices be one product, not one for each chunk of tokens."""
     from tp_invariant_recipes.numerics.layers import linear
 
-    def whole_product(grad, rows, mesh):
-        node = linear._subtree((grad,), (rows,), 0, 1)
+    def whole_product(grad, rows, mesh, gemm):
+        node = linear._subtree((grad,), (rows,), 0, 1, gemm)
         return linear.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
 
     linear._start_weight_gradient = whole_product
