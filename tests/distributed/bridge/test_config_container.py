@@ -431,7 +431,10 @@ def test_the_decay_is_as_long_as_the_run():
 @pytest.mark.parametrize("device", ("cpu", "gpu"))
 def test_bridge_sets_the_variables_that_we_set(device, monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert build("qwen3_toy", device=device).env_vars == environment.settings(device, {"NCCL_ALGO": "Ring"})
+    ours = environment.settings(device, {"NCCL_ALGO": "Ring"})
+    assert build("qwen3_toy", "tp=2", device=device).env_vars == ours
+    queues = {environment.ORDERED: "32"} if device == "gpu" else {}
+    assert build("qwen3_toy", device=device).env_vars == ours | queues
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     assert problems("qwen3_toy", device=device)[0].startswith("NCCL_ALGO=NVLS in the environment")
 
