@@ -87,6 +87,14 @@ def _function(module: str, path: str) -> Callable[[_Now], None]:
     return plant
 
 
+def _contraction(now: _Now) -> None:
+    """Spoil the sum of a contraction before the guard samples it."""
+    from tp_invariant_recipes.numerics.gemm import sampling
+
+    take = sampling.take_partials
+    sampling.take_partials = lambda a, b, summed, *cut: take(a, b, now.spoil(summed), *cut)
+
+
 def _norm(now: _Now) -> None:
     from tp_invariant_recipes.numerics.layers import norm
 
@@ -176,7 +184,7 @@ def _defined(now: _Now) -> None:
 
 KERNELS: dict[str, Callable[[_Now], None]] = {
     "product": _function("tp_invariant_recipes.numerics.gemm.cpu", "gemm"),
-    "contraction": _function("tp_invariant_recipes.numerics.gemm.cpu", "_batch"),
+    "contraction": _contraction,
     "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_batched"), "norm": _norm,
     "norm of heads": _norm_of_heads, "activation": _activation,
     "experts": _function("tp_invariant_recipes.numerics.layers.formats.plain", "Plain.multiply_groups"),
