@@ -230,9 +230,9 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.fused_rotation": _lacks("model.multi_latent_attention"),
     "tpi.fused_dropout": _lacks("model.num_moe_experts", "model.add_bias_linear"),
     "tpi.checkpoint_format": lambda *, _root_: _checkpoint_format(_root_),
+    "tpi.overlaps": lambda *, _root_: _overlaps(_root_),
     # What Bridge's recipes have, and no other numerics of tpi.
     "tpi.stock_on_gpu": lambda *, _root_: _stock_on_gpu(_root_),
-    "tpi.overlaps": lambda *, _root_: _overlaps(_root_),
 }
 NOT_READ = (
     "is not resolved, since its value would stand in config.yaml, logs, certificates and job scripts; write the value "

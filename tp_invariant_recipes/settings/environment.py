@@ -143,8 +143,8 @@ def of_run(config: RunConfig) -> dict[str, str]:
         variables[ORDERED] = "8"
     if config.numerics.invariant and config.overlaps() and config.model.get("cuda_graph_impl") == cuda_graphs.FULL:
         # Else memory that two streams have used is not used again before the capture ends.
-        chosen = os.environ.get(ALLOCATOR, variables.get(ALLOCATOR))
-        variables[ALLOCATOR] = ",".join(filter(None, [chosen, "graph_capture_record_stream_reuse:True"]))
+        asked_of_it = os.environ.get(ALLOCATOR, variables.get(ALLOCATOR))
+        variables[ALLOCATOR] = ",".join(filter(None, [asked_of_it, "graph_capture_record_stream_reuse:True"]))
     return variables
 
 
