@@ -12,7 +12,7 @@ import tp_invariant_recipes as tpi
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "tp_invariant_recipes"
 REFERENCE = "api-reference.md"
-PAGES = ("*.md", "slurm/*.md", "docs/**/*.md", "docs/images/*", "examples/**/*.py", "examples/*.[yi]*")
+PAGES = ("*.md", "slurm/*.md", "docs/**/*.md", "docs/images/*", "docs/data/*", "examples/**/*.py", "examples/*.[yi]*")
 
 
 def reference() -> str:
