@@ -2,7 +2,8 @@
 """On one GPU and more: one ledger for all layouts with invariant numerics, several with stock, and from one checkpoint
 of a run to another layout or numerics; in FP8, for families with layers of their own, and in CUDA graphs.
 
-The runs of a suite are trained first, side by side, two ranks to a GPU by Gloo where there are few (side_by_side.py).
+The runs of a suite are trained first, side by side, two ranks to a GPU by Gloo where there are few (side_by_side.py);
+with `-k` those alone that the chosen tests read.
 Rows that need more GPUs than there are, are skipped.
 """
 
@@ -279,37 +280,53 @@ def _stock(family):
 
 
 def runs_of(suite):
-    """Every run of a suite."""
+    """Every run of a suite, with the group whose tests read it."""
     for group, (fixed, layouts) in SUITES[suite].items():
         after = (folder_of(BEGIN[group]),) if group in BEGIN else ()
         for layout in layouts:
-            yield _run(f"{group} {layout}", f"{fixed} {layout}", after=after)
+            yield group, _run(f"{group} {layout}", f"{fixed} {layout}", after=after)
     for group, layout in dict.fromkeys((g, at) for g, other in CONTROLS.get(suite, ()) for at in ("tp=1", other)):
         after = (folder_of(BEGIN[group]),) if group in BEGIN else ()
         fixed = GROUPS[group][0].replace("numerics.virtual_shards=2", "")
-        yield _run(f"stock {group} {layout}", f"{fixed} {STOCK} {layout}", after=after)
+        yield group, _run(f"stock {group} {layout}", f"{fixed} {STOCK} {layout}", after=after)
     if suite == "fp8":
-        yield from (_run("bf16 tp=1", f"{FP8_TOY} precision=bf16 tp=1"), _run("real", REAL))
+        yield from ((None, _run("bf16 tp=1", f"{FP8_TOY} precision=bf16 tp=1")), (None, _run("real", REAL)))
     if suite == "families":
-        yield from (_run(f"stock {family}", f"{words} {_stock(family)} tp=1") for family, words in MODELS.items())
+        for family, words in MODELS.items():
+            yield family, _run(f"stock {family}", f"{words} {_stock(family)} tp=1")
     if suite != "layouts":
         return
     for group, layout in VOID.items():
-        yield _run(f"void {group}", f"{GROUPS[group][0]} {layout}", margin=0.4)
+        yield group, _run(f"void {group}", f"{GROUPS[group][0]} {layout}", margin=0.4)
     for saved, layout in RESUMED.items():
         going_on = f"{layout} checkpoint.ckpt_step=2"
-        yield _run(f"{saved} to {layout}", going_on, after=(folder_of(saved),), resumes=folder_of(saved))
+        yield "dense", _run(f"{saved} to {layout}", going_on, after=(folder_of(saved),), resumes=folder_of(saved))
     for saved in READ:
         for numerics in ("stock", "tree"):
             start = f"checkpoint.pretrained_checkpoint={folder_of(saved)}/checkpoints"
             reading = f"{TOY} iters=1 numerics={numerics} {start}"
-            yield _run(f"{saved} read by {numerics}", reading, after=(folder_of(saved),))
+            yield "dense", _run(f"{saved} read by {numerics}", reading, after=(folder_of(saved),))
+
+
+def chosen_runs(suite, tests):
+    """The runs that the chosen tests read, so that `pytest -k graphs` trains no others."""
+    wanted, begun = set(), {group: name.split()[0] for group, name in BEGIN.items()}
+    for test in tests:
+        read = test.callspec.params if hasattr(test, "callspec") else {}
+        if not read.keys() & {"group", "family", "saved"}:
+            return [run for _, run in runs_of(suite)]
+        wanted.add(read.get("group") or read.get("family") or "dense")
+    wanted |= {begun[group] for group in wanted & begun.keys()}
+    return [run for group, run in runs_of(suite) if group in wanted]
 
 
 @pytest.fixture(scope="module")
-def suites(tmp_path_factory):
+def suites(request, tmp_path_factory):
     """A suite's runs, trained when a test asks for the first of them."""
-    return functools.cache(lambda suite: Trained.where_they_fit(tmp_path_factory.mktemp(suite), runs_of(suite)))
+    tests = [test for test in request.session.items if test.module is request.module]
+    return functools.cache(
+        lambda suite: Trained.where_they_fit(tmp_path_factory.mktemp(suite), chosen_runs(suite, tests))
+    )
 
 
 @pytest.fixture
