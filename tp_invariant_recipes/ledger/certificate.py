@@ -21,10 +21,11 @@ from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.ledger import run_files, stream
+from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.ledger.bits import described
-from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
+from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents
 from tp_invariant_recipes.ledger.schema import DIGESTED, canonical
+from tp_invariant_recipes.ledger.stream import parse
 from tp_invariant_recipes.reading import MIB, Record, checked, parse_object, parse_yaml
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.text import plural
@@ -121,8 +122,6 @@ def certify(run: Path) -> bytes:
     """
     if not run.is_dir():
         raise LedgerError(f"{run} is not a run directory: a certificate holds its configuration too")
-    if (run / FILE_NAME).is_file():
-        stream.opened(run / FILE_NAME)  # a line that is too long is refused before it is in memory
     members = {name: contents(run / name, _most(name)) for name in MEMBERS}
     file = run / FILE_NAME
     ledger = parse(file, members[FILE_NAME])

@@ -2,19 +2,11 @@
 """Open a ledger in a run directory, in a separate file or in a certificate."""
 
 import os
-from pathlib import Path
+from dataclasses import replace
 
 from tp_invariant_recipes.ledger import stream
 from tp_invariant_recipes.ledger.certificate import open_certificate
-from tp_invariant_recipes.ledger.reader import (
-    CERTIFICATE_START,
-    Ledger,
-    Progress,
-    contents,
-    ledger_file,
-    parse,
-    reading,
-)
+from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, Ledger, Progress, contents, ledger_file, reading
 from tp_invariant_recipes.reading import open_file
 
 
@@ -23,34 +15,25 @@ def read(path: str | os.PathLike, *, progress: Progress | None = None) -> Ledger
 
     LedgerError, naming the file and the line: it is missing or unreadable, not a ledger, was altered, or a step is
     missing, repeated or out of order. Only a torn last line is no error, since a killed run leaves one.
-    progress: as for `reader.parse`; a certificate's ledger is read without.
+    progress: as for `StepsInFile.all`; a certificate's ledger is read without.
     """
-    file = ledger_file(path)
-    start = beginning(file)
-    if start is not None and not start.startswith(CERTIFICATE_START):
-        stream.opened(file)  # a line that is too long is refused before it is in memory
-    data = contents(file)
-    if data.startswith(CERTIFICATE_START):
-        return open_certificate(file, data).ledger
-    return parse(file, data, progress=progress)
+    ledger = streamed(path)
+    return replace(ledger, steps=ledger.steps.all(progress)) if isinstance(ledger.steps, stream.StepsInFile) else ledger
 
 
 def streamed(path: str | os.PathLike, *, progress: Progress | None = None) -> Ledger:
     """Check a ledger as `opened` does, but leave its steps in the file: errors in them are raised where they are read.
 
-    A certificate is read whole, since its hash covers all of it. progress: as for `stream.opened`.
+    A certificate is read whole, since its hash covers all of it; so is a pipe, which nobody can read twice.
+    progress: as for `stream.opened`.
     """
     file = ledger_file(path)
-    start = beginning(file)
-    if start is None or start.startswith(CERTIFICATE_START):
-        return read(path, progress=progress)
-    return stream.opened(file, progress)
-
-
-def beginning(file: Path, size: int = 200) -> bytes | None:
-    """Return the first bytes of a regular file; None: of a pipe nothing can be read twice. LedgerError: it is gone."""
+    start = None
     with reading(file):
-        if file.exists() and not file.is_file():
-            return None
-        with open_file(file) as opened:
-            return opened.read(size)
+        if file.is_file() or not file.exists():
+            with open_file(file) as opened:
+                start = opened.read(len(CERTIFICATE_START))
+    if start not in (None, CERTIFICATE_START):
+        return stream.opened(file, progress)
+    data = contents(file)
+    return open_certificate(file, data).ledger if data.startswith(CERTIFICATE_START) else stream.parse(file, data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read and check the file `ledger.jsonl` of a run directory."""
+"""The file `ledger.jsonl` of a run directory, and what a ledger is to a program."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_invariant_recipes.errors import LedgerError, reason
-from tp_invariant_recipes.ledger.lines import decode_header, decode_step
 from tp_invariant_recipes.ledger.schema import Header, StepRecord
-from tp_invariant_recipes.reading import parse_object, read_limited
+from tp_invariant_recipes.reading import read_limited
 
 FILE_NAME = "ledger.jsonl"
 LARGEST = 16 << 30  # bytes: 10,000 steps of 22,000 parameters
-PROGRESS_EVERY = 64  # lines
+PROGRESS_EVERY = 64  # steps
 Progress = Callable[[int, int], None]
 CERTIFICATE_START = b"PK\x03\x04"  # a certificate is a zip archive; a ledger begins with a brace
 
@@ -63,50 +62,3 @@ def reading(file: Path) -> Iterator[None]:
         raise LedgerError(f"{file} does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: it is too large, or its name has a zero byte
         raise LedgerError(f"cannot read {file}: {reason(error)}") from error
-
-
-def parse(file: Path, data: bytes, *, progress: Progress | None = None) -> Ledger:
-    """Check the bytes of a ledger; `file` names it in errors, as of `open.read`. progress: told (bytes, all bytes)."""
-    *lines, rest = data.split(b"\n")  # `rest` follows the last newline: it is empty, or a torn line
-    if not lines:
-        raise no_header(file, empty=not rest)
-    torn = rest != b""
-    if not torn and len(lines) > 1 and not is_whole(lines[-1]):
-        torn = True
-        lines.pop()
-    steps = []
-    number = 1
-    try:
-        header = decode_header(lines[0])
-        done = 0
-        for number, line in enumerate(lines[1:], start=2):
-            steps.append(next_step(line, header, number - 1))
-            done += len(line) + 1
-            if progress and number % PROGRESS_EVERY == 0:
-                progress(done, len(data))
-    except ValueError as error:
-        raise LedgerError(f"{file} line {number}: {error}") from error
-    return Ledger(header, tuple(steps), file, torn)
-
-
-def no_header(file: Path, *, empty: bool) -> LedgerError:
-    """Return the error of a file without a whole first line."""
-    return LedgerError(f"{file} line 1: " + ("empty file" if empty else "not a ledger, or only part of its header"))
-
-
-def is_whole(line: bytes) -> bool:
-    """Whether a last line is one; a node that lost power may leave zeros."""
-    try:
-        parse_object(line)
-    except ValueError:
-        return False
-    return True
-
-
-def next_step(line: bytes, header: Header, expected: int) -> StepRecord:
-    """Return the record of step `expected`. ValueError: the line is invalid, or of another step."""
-    record = decode_step(line, header)
-    if record.step != expected:
-        where = "repeated or out of order" if record.step < expected else "missing or out of order"
-        raise ValueError(f"step {record.step} where step {expected} belongs: a line is {where}")
-    return record

@@ -11,7 +11,7 @@ from pathlib import Path
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
-from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file, parse
+from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file
 from tp_invariant_recipes.ledger.schema import (
     VALIDATION,
     Header,
@@ -19,6 +19,7 @@ from tp_invariant_recipes.ledger.schema import (
     fingerprint_differences,
     informative_differences,
 )
+from tp_invariant_recipes.ledger.stream import parse
 
 # The interface to record a run and read it back.
 __all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "put_aside", "resume"]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ledgers that are too long for memory: their steps stay in the file, and each is decoded when its turn comes.
+"""Read and check ledgers, also those that are too long for memory: each step is decoded when its turn comes.
 
-opened(file)            reads the header, and where every line ends
+opened(file)            reads the header, and where every line ends; the steps stay in the file
+parse(file, data)       the same of bytes in memory, with all steps
 abreast((a, b, …))      step 1 of all, then step 2 of all, … in one pass
 """
 
+import io
 import itertools
 import os
 import re
@@ -16,10 +18,10 @@ from typing import Any, BinaryIO, NamedTuple, overload
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import bits_float
-from tp_invariant_recipes.ledger.lines import decode_header
-from tp_invariant_recipes.ledger.reader import LARGEST, Ledger, Progress, is_whole, next_step, no_header, reading
+from tp_invariant_recipes.ledger.lines import decode_header, decode_step
+from tp_invariant_recipes.ledger.reader import LARGEST, PROGRESS_EVERY, Ledger, Progress, reading
 from tp_invariant_recipes.ledger.schema import KIND, Header, StepRecord
-from tp_invariant_recipes.reading import LONGEST_LINE, MIB, Count, Record, checked, open_file, parse_json
+from tp_invariant_recipes.reading import LONGEST_LINE, MIB, Count, Record, checked, open_file, parse_json, parse_object
 
 _START = re.compile(rb'\s*\{\s*"kind"\s*:\s*"' + KIND.encode() + rb'"')
 _BLOCK = 1 << 16
@@ -124,15 +126,22 @@ class StepsInFile(Sequence[StepRecord]):
 
     def decode(self, line: bytes, step: int) -> StepRecord:
         """Return the record of the line of a step."""
-        try:
-            return next_step(line, self.header, step)
-        except ValueError as error:
-            raise LedgerError(f"{self.file} line {step + 1}: {error}") from error
+        return _decoded(self.file, self.header, line, step)
+
+    def all(self, progress: Progress | None) -> tuple[StepRecord, ...]:
+        """Return all steps, in memory. progress: told (bytes decoded, bytes in all) now and then."""
+        steps = []
+        for step in self:
+            steps.append(step)
+            if progress and step.step % PROGRESS_EVERY == 0:
+                progress(self.ends[step.step], self.ends[-1])
+        return tuple(steps)
 
     def _open(self) -> BinaryIO:
         with reading(self.file):
             stream = open_file(self.file)
-        if _inode(stream) != self.inode:
+        status = os.fstat(stream.fileno())
+        if (status.st_dev, status.st_ino) != self.inode:
             stream.close()
             raise self._changed()
         return stream
@@ -157,22 +166,52 @@ def opened(file: Path, progress: Progress | None = None) -> Ledger:
     progress: told (bytes looked through, bytes in all). LedgerError: the file, its header or a line's length is bad.
     """
     with reading(file), open_file(file) as stream:
-        ends, total = _ends(file, stream, progress)
-        if not ends:
-            raise no_header(file, empty=total == 0)
-        stream.seek(0)
+        status = os.fstat(stream.fileno())
+        header, ends, torn = _lines(file, stream, status.st_size, progress)
+    return Ledger(header, StepsInFile(file, header, ends, (status.st_dev, status.st_ino)), file, torn)
+
+
+def parse(file: Path, data: bytes) -> Ledger:
+    """Check the bytes of a ledger with all of its steps; `file` names it in errors, as of `open.read`."""
+    header, ends, torn = _lines(file, io.BytesIO(data), len(data))
+    lines = (data[start : end - 1] for start, end in itertools.pairwise(ends))
+    return Ledger(header, tuple(_decoded(file, header, line, n) for n, line in enumerate(lines, 1)), file, torn)
+
+
+def _lines(
+    file: Path, stream: BinaryIO, total: int, progress: Progress | None = None
+) -> tuple[Header, Sequence[int], bool]:
+    """Return the header, the place after each whole line's newline, and whether the last line is torn."""
+    ends, total = _ends(file, stream, total, progress)
+    if not ends:
+        what = "not a ledger, or only part of its header" if total else "empty file"
+        raise LedgerError(f"{file} line 1: {what}")
+    stream.seek(0)
+    try:
+        header = decode_header(stream.read(ends[0])[:-1])
+    except ValueError as error:
+        raise LedgerError(f"{file} line 1: {error}") from error
+    torn = total > ends[-1]
+    if not torn and len(ends) > 1:  # a node that lost power may leave zeros
+        stream.seek(ends[-2])
         try:
-            header = decode_header(stream.read(ends[0])[:-1])
-        except ValueError as error:
-            raise LedgerError(f"{file} line 1: {error}") from error
-        torn = total > ends[-1]
-        if not torn and len(ends) > 1:
-            stream.seek(ends[-2])
-            if not is_whole(stream.read(ends[-1] - ends[-2])[:-1]):
-                torn = True
-                ends.pop()
-        inode = _inode(stream)
-    return Ledger(header, StepsInFile(file, header, ends, inode), file, torn)
+            parse_object(stream.read(ends[-1] - ends[-2])[:-1])
+        except ValueError:
+            torn = True
+            ends.pop()
+    return header, ends, torn
+
+
+def _decoded(file: Path, header: Header, line: bytes, expected: int) -> StepRecord:
+    """Return the record of step `expected`. LedgerError: the line is invalid, or of another step."""
+    try:
+        record = decode_step(line, header)
+        if record.step != expected:
+            where = "repeated or out of order" if record.step < expected else "missing or out of order"
+            raise ValueError(f"step {record.step} where step {expected} belongs: a line is {where}")
+    except ValueError as error:
+        raise LedgerError(f"{file} line {expected + 1}: {error}") from error
+    return record
 
 
 def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]]:
@@ -195,9 +234,9 @@ def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]
         yield tuple(records)
 
 
-def _ends(file: Path, stream: BinaryIO, progress: Progress | None) -> tuple[array, int]:
+def _ends(file: Path, stream: BinaryIO, total: int, progress: Progress | None) -> tuple[array, int]:
     """Return the place after each newline, and the number of bytes, of what there is now: a run may be writing."""
-    ends, total = array("Q"), os.fstat(stream.fileno()).st_size
+    ends = array("Q")
     if total > LARGEST:
         most = f"it has more than {LARGEST} bytes, the most that a file of its kind may have"
         raise LedgerError(f"cannot read {file}: {most}")
@@ -215,8 +254,3 @@ def _ends(file: Path, stream: BinaryIO, progress: Progress | None) -> tuple[arra
         if progress:
             progress(start, total)
     return ends, start
-
-
-def _inode(stream: BinaryIO) -> tuple[int, int]:
-    status = os.fstat(stream.fileno())
-    return status.st_dev, status.st_ino

@@ -12,8 +12,9 @@ from tp_invariant_recipes.comparison.comparability import problem, remark
 from tp_invariant_recipes.comparison.compare import Verdict, compare
 from tp_invariant_recipes.comparison.text import parameter_rows
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.reader import Ledger, parse
+from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import encode_header, encode_step
+from tp_invariant_recipes.ledger.stream import parse
 
 HEADER = replace(BARE, parameters=tuple(replace(p, master="float32") for p in PARAMETERS))
 STATES = ("exp_avg", "exp_avg_sq", "step")

@@ -41,8 +41,8 @@ from tp_invariant_recipes.ledger.dumps import RANKS, Dumped, distance, file_of, 
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import streamed
-from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header
+from tp_invariant_recipes.ledger.stream import parse
 from tp_invariant_recipes.multinode import rendezvous
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.reading import parse_json

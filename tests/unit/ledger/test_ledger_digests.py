@@ -14,8 +14,8 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.digests import Parameter, Traced
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
+from tp_invariant_recipes.ledger.stream import parse
 
 FILE = Path("run/ledger.jsonl")
 NAMES = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.bias")

@@ -15,8 +15,8 @@ from tp_invariant_recipes.comparison.compare import Verdict, compare
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
+from tp_invariant_recipes.ledger.stream import parse
 
 FILE = Path("run/ledger.jsonl")
 HEADER = Header(
