@@ -19,7 +19,6 @@ from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.jobs.script import PlannedSubmission
-    from tp_invariant_recipes.launch.plan import Planning
 
 
 def submit(
@@ -61,15 +60,30 @@ def submit(
     tpi submit --resume runs/a slurm.time=8:00:00 --after 12
     tpi wait $(tpi submit qwen3_toy cluster=h100 slurm.time=10)
     """
+    from tp_invariant_recipes.jobs import submit as launch
     from tp_invariant_recipes.launch import progress
 
+    if resume is not None and verify:
+        raise ConfigError("--resume and --verify are different kinds of submission: give one")
+    if against is not None and not verify:
+        raise ConfigError("--against belongs to --verify")
+    if directory is not None and not verify:
+        raise ConfigError("--dir belongs to --verify; the directory of a single run is run.dir=PATH")
     requested = list(overrides or [])
     if resume is not None:
         model, requested = resumed_words(model, requested)
     model, requested = with_model(model, requested)
     to_person = terminal.console_of_its_own()
     with progress.preparing(to_person, here=False, dry=dry_run) as how:
-        planned = _planned(model, requested, resume, verify, against, directory, after or [], how)
+        options: dict[str, Any] = {"after": after or [], "how": how}
+        if resume is not None:
+            planned = launch.resume(resume, requested, model=model, **options)
+        elif model is None:
+            raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
+        elif verify:
+            planned = launch.several(model, requested, directory=directory, against=against, **options)
+        else:
+            planned = launch.train(model, requested, **options)
     console = terminal.console(stderr=True, soft_wrap=True, markup=False)
     if planned.completed:
         console.print(planned.completed)
@@ -87,34 +101,6 @@ def submit(
         )
         return
     _submit(planned, to_person, console, as_json=as_json)
-
-
-def _planned(
-    model: str | None,
-    requested: list[str],
-    resume: Path | None,
-    verify: bool,
-    against: Path | None,
-    directory: Path | None,
-    after: list[str],
-    how: "Planning",
-) -> "PlannedSubmission":
-    """Plan the submission. Raises a TpiError."""
-    from tp_invariant_recipes.jobs import submit as launch
-
-    if resume is not None and verify:
-        raise ConfigError("--resume and --verify are different kinds of submission: give one")
-    if against is not None and not verify:
-        raise ConfigError("--against belongs to --verify")
-    if directory is not None and not verify:
-        raise ConfigError("--dir belongs to --verify; the directory of a single run is run.dir=PATH")
-    if resume is not None:
-        return launch.resume(resume, requested, model=model, after=after, how=how)
-    if model is None:
-        raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
-    if verify:
-        return launch.several(model, requested, directory=directory, against=against, after=after, how=how)
-    return launch.train(model, requested, after=after, how=how)
 
 
 def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_json: bool) -> None:

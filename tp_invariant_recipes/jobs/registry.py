@@ -210,7 +210,7 @@ def _read(directory: Path, known: Sequence[tuple[str, Path]]) -> Submission:
         contents = checked(SubmissionFile, parse_json(read_limited(file, LARGEST)))
         parts = [part for job in contents.jobs for part in _parts(job, directory, contents.cells)]
         if not parts:
-            raise ValueError("it names no job: tpi submit has not got as far")
+            raise ValueError("it names no job")
     except (OSError, ValueError) as error:
         ids = ",".join(job for job, owner in known if owner == directory)
         slurms = f"; SLURM's own commands take its id: squeue --jobs={ids}" if ids else ""

@@ -33,7 +33,6 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH
 class Job:
     """The resources that a script requests from SLURM.
 
-    nodes:       how many, or the fewest and the most: "2-4".
     about:       a sentence for people who read the script.
     gres:        of each node, such as "gpu:8"; None: none. cpus: of each node; None: the site's default.
     whole:       whether the job has its nodes to itself.
@@ -45,7 +44,7 @@ class Job:
 
     name: str
     about: str
-    nodes: int | str
+    nodes: int
     gres: str | None
     cpus: int | None
     whole: bool
@@ -239,9 +238,8 @@ class PlannedSubmission:
             ],
         }
 
-    def as_dict(self, ids: Sequence[str] = ()) -> dict[str, Any]:
+    def as_dict(self, ids: Sequence[str]) -> dict[str, Any]:
         """Return the contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
-        done = zip(self.scripts, ids, strict=False)
         return {
             "schema": registry.SCHEMA,
             "kind": self.kind,
@@ -249,7 +247,7 @@ class PlannedSubmission:
             "command": shlex.join(["tpi", *sys.argv[1:]]),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "directory": str(self.directory.path),
-            "jobs": [{"id": job, "role": script.role} for script, job in done],
+            "jobs": [{"id": job, "role": script.role} for script, job in zip(self.scripts, ids, strict=True)],
             **({"cells": list(self.cells)} if self.cells else {}),
         }
 
@@ -278,13 +276,12 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
     new = not where.path.exists()
     ids: list[str] = []
     with locked(where) if submission.resumed else locked_empty(where):
-        earlier = {f: f.read_bytes() for f in (where.script, where.submission) if submission.resumed and f.exists()}
+        earlier = where.script.read_bytes() if submission.resumed and where.script.exists() else None
         try:
             submission.write()
             where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
             for script in submission.scripts:
                 where.write_text(script.file, script.text)
-            where.write(where.submission, submission.as_dict())
             for number, script in enumerate(submission.scripts):
                 ids.append(slurm_client.sbatch(script.file, submission.options(number, *ids)))
         except BaseException as error:
@@ -294,14 +291,12 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
                 raise RunError(
                     f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}"
                 ) from error
-            if submission.resumed:
-                for file in (where.script, where.submission):  # as they were
-                    if file in earlier:
-                        write_atomically(file, earlier[file])
-                    else:
-                        file.unlink(missing_ok=True)
-            else:
+            if not submission.resumed:
                 _remove(where.path, whole=new)
+            elif earlier is not None:
+                write_atomically(where.script, earlier)
+            else:
+                where.script.unlink(missing_ok=True)
             raise
         contents = submission.as_dict(ids)
         try:

@@ -6,16 +6,13 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.check.hosts.job import parse_time
 from tp_invariant_recipes.errors import RunError, reason
 
 TIMEOUT = 60.0  # seconds that a command may take
 MARK = "tpi|"  # at the beginning of each row that a command prints for us
-PATIENCE = 20.0  # seconds that sbatch waits for room in a full queue; by default it tries for minutes
 
 # States in which a job never runs again. COMPLETING is not one of them: a requeued job passes through it.
 OVER = frozenset(
@@ -30,13 +27,13 @@ class Queued:
     state:        SLURM's word: "PENDING", "RUNNING", "COMPLETED", …
     reason:       SLURM's reason why it waits or ended; "None" without one.
     seconds_remaining: of its time limit; None: no limit, or it does not run.
-    nodes:        the nodes that it runs on or ran on last.
+    nodes:        the nodes that it runs on or ran on last, in SLURM's form: "n[1-3],m5".
     """
 
     state: str
     reason: str = "None"
     seconds_remaining: int | None = None
-    nodes: tuple[str, ...] = ()
+    nodes: str = ""
 
     @property
     def over(self) -> bool:
@@ -88,7 +85,7 @@ def sbatch(script: Path, options: Sequence[str] = ()) -> str:
 
     options: in addition to the script's. The job gets this process's environment.
 
-    Raises RunError. While the queue is full, sbatch tries again for PATIENCE seconds.
+    Raises RunError.
     """
     out = _run(["sbatch", "--parsable", *options, str(script)], _script_environment(script))
     ids = [match[1] for line in out.splitlines() if (match := re.fullmatch(r"(\d+)(;\S+)?\s*", line, re.ASCII))]
@@ -108,7 +105,7 @@ def queue() -> dict[str, Queued]:
     rows = _rows(["squeue", "--noheader", "--me", "--array", "--states=all"], "%F|%K|%T|%L|%N|%r", 6)
     return {
         job if task == "N/A" else f"{job}_{task}": Queued(
-            state, reason, _seconds(remaining) if state == "RUNNING" else None, _hosts(nodes)
+            state, reason, _seconds(remaining) if state == "RUNNING" else None, nodes
         )
         for job, task, state, remaining, nodes, reason in rows
     }
@@ -174,37 +171,23 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *
 
     forgotten: an id that the controller no longer knows, or never knew, gives an empty answer instead of an error.
     """
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     try:
-        process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        ended = subprocess.run(
+            command, env=environment, text=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT
+        )
     except FileNotFoundError:
         raise RunError(NOT_INSTALLED.format(command=command[0])) from None
     except OSError as error:
         raise RunError(f"{command[0]} cannot be started: {reason(error)}") from error
-    with process:
-        try:
-            out, stderr = _communicate(process)
-        except subprocess.TimeoutExpired as late:
-            process.kill()
-            stderr = (late.stderr or b"").decode(errors="replace")
-            if stderr.strip():
-                raise RunError(_error_message(command[0], stderr, None)) from None
-            raise RunError(
-                f"{command[0]} gave no answer in {TIMEOUT:.0f} s; look with squeue --me before you repeat the command"
-            ) from None
-    if process.returncode == 0 or (forgotten and "Invalid job id specified" in stderr):
-        return out
-    raise RunError(_error_message(command[0], stderr, process.returncode))
-
-
-def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Return standard output and error. A slow controller gets more time than a full queue."""
-    try:
-        return process.communicate(timeout=PATIENCE)
-    except subprocess.TimeoutExpired as late:
-        if b"retrying" in (late.stderr or b""):
-            raise
-    return process.communicate(timeout=TIMEOUT - PATIENCE)
+    except subprocess.TimeoutExpired as late:  # sbatch tries for minutes while the queue is full, and says so
+        if stderr := (late.stderr or b"").decode(errors="replace").strip():
+            raise RunError(_error_message(command[0], stderr, None)) from None
+        raise RunError(
+            f"{command[0]} gave no answer in {TIMEOUT:.0f} s; look with squeue --me before you repeat the command"
+        ) from None
+    if ended.returncode == 0 or (forgotten and "Invalid job id specified" in ended.stderr):
+        return ended.stdout
+    raise RunError(_error_message(command[0], ended.stderr, ended.returncode))
 
 
 def _error_message(command: str, stderr: str, status: int | None) -> str:
@@ -220,15 +203,6 @@ def _error_message(command: str, stderr: str, status: int | None) -> str:
 def _seconds(text: str) -> int | None:
     """Return the seconds of a duration as squeue and sinfo print it; None for UNLIMITED, infinite, INVALID, NOT_SET."""
     return parse_time(text) if text[:1].isdigit() else None
-
-
-@cache
-def _hosts(listed: str) -> tuple[str, ...]:
-    """Return the node names in SLURM's short form, such as n[1-3],m5."""
-    if "[" not in listed:
-        return tuple(filter(None, listed.split(",")))
-    lines = _run(["scontrol", "show", "hostnames", listed]).splitlines()
-    return tuple(line for line in lines if re.fullmatch(r"[\w.-]+", line))
 
 
 # Options whose variable has a different name.

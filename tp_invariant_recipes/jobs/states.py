@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,15 +31,6 @@ _LAST_BYTES = 4096  # of progress.jsonl: more than two lines
 
 
 @dataclass(frozen=True)
-class SlurmStatus:
-    """What the controller and the accounts say, by ids. unavailable: why the query failed; None: it succeeded."""
-
-    queued: Mapping[str, Queued] = field(default_factory=dict)
-    accounted: Mapping[str, str] = field(default_factory=dict)
-    unavailable: str | None = None
-
-
-@dataclass(frozen=True)
 class JobState:
     """The state of one part of a submission.
 
@@ -59,7 +51,7 @@ class JobState:
     step: int | None
     last_step: int | None
     loss: float | None
-    nodes: tuple[str, ...]
+    nodes: str
     alive: bool | None = True
     exit_status: int | None = None
     settled: bool = False
@@ -99,29 +91,31 @@ class JobState:
             "of": self.last_step,
             "loss": self.loss,
             "seconds_left": self.seconds_remaining,
-            "nodes": list(self.nodes),
+            "nodes": self.nodes,
             "note": self.note,
         }
 
 
-def overview(submissions: Sequence[Submission] | None = None, *, everything: bool = False) -> tuple[list, str | None]:
+def overview(
+    submissions: Sequence[Submission] | None = None, *, everything: bool = False
+) -> tuple[list[JobState], str | None]:
     """Return the states of these submissions' parts, and why SLURM could not be queried; None: it answered.
 
     submissions: None: of those in the queue or with changes in the last day; with `everything`, of all.
     """
+    queued, unavailable = None, None
     try:
-        status = SlurmStatus(slurm_client.queue())
+        queued = slurm_client.queue()
     except RunError as error:
-        status = SlurmStatus(unavailable=str(error))
+        unavailable = str(error)
     if submissions is None:
-        submissions = [s for s in all_submissions() if everything or _recent(s) or _queued(s, status)]
-    if status.unavailable is None:
-        status = _with_accounts(submissions, status)
-    return [_state(part, status) for submission in submissions for part in submission.parts], status.unavailable
-
-
-def _queued(submission: Submission, status: SlurmStatus) -> bool:
-    return any(part.current and part.id in status.queued for part in submission.parts)
+        there = {*(queued or ())}
+        submissions = [
+            submission
+            for submission in all_submissions()
+            if everything or _recent(submission) or any(part.current and part.id in there for part in submission.parts)
+        ]
+    return list(chain.from_iterable(_states(submissions, queued))), unavailable
 
 
 def _recent(submission: Submission) -> bool:
@@ -130,15 +124,16 @@ def _recent(submission: Submission) -> bool:
     return any(file.exists() and time.time() - file.stat().st_mtime < RECENT for file in files)
 
 
-def _with_accounts(submissions: Sequence[Submission], status: SlurmStatus) -> SlurmStatus:
-    parts = [part for submission in submissions for part in submission.parts if part.current]
-    return SlurmStatus(status.queued, slurm_client.accounting(p.id for p in parts if p.id not in status.queued))
-
-
 def now(submissions: Sequence[Submission]) -> list[list[JobState]]:
     """Return the states of the parts of each. Raises RunError when SLURM is not installed or does not answer."""
-    status = _with_accounts(submissions, SlurmStatus(slurm_client.queue()))
-    return [[_state(part, status) for part in submission.parts] for submission in submissions]
+    return _states(submissions, slurm_client.queue())
+
+
+def _states(submissions: Sequence[Submission], queued: Mapping[str, Queued] | None) -> list[list[JobState]]:
+    """queued: what the controller says, by ids; None: it cannot be queried, nor are the accounts then."""
+    ids = [part.id for submission in submissions for part in submission.parts if part.current]
+    accounted = {} if queued is None else slurm_client.accounting(id_ for id_ in ids if id_ not in queued)
+    return [[_state(part, queued, accounted) for part in submission.parts] for submission in submissions]
 
 
 def cancel(submissions: Sequence[Submission]) -> list[JobState]:
@@ -163,9 +158,9 @@ def exit_status(states: Sequence[JobState]) -> int | None:
     return max(state.exit_status or 0 for state in judged or states)
 
 
-def _state(part: JobPart, status: SlurmStatus) -> JobState:
+def _state(part: JobPart, queue: Mapping[str, Queued] | None, accounted: Mapping[str, str]) -> JobState:
     """Return the state of a part. SLURM says nothing of one whose id is another job's now."""
-    queued = status.queued.get(part.id) if part.current else None
+    queued = queue.get(part.id) if queue and part.current else None
     tried = [attempt for attempt in attempts(part.run) if attempt.job]
     last = tried[-1] if tried else None
     step, loss = _last_step(part.run.progress)
@@ -175,16 +170,16 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
         "step": step,
         "last_step": last.to_step if last else None,
         "loss": loss,
-        "nodes": queued.nodes if queued else (),
+        "nodes": queued.nodes if queued else "",
     }
     if queued is not None and not queued.over:
         reason = queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
         return JobState(**facts, word=queued.state, reason=reason, seconds_remaining=queued.seconds_remaining)
-    word = queued.state if queued else status.accounted.get(part.id) if part.current else None
+    word = queued.state if queued else accounted.get(part.id) if part.current else None
     if word not in slurm_client.OVER:
         word = None  # SLURM writes the accounts some time after the end
     end = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)
-    if status.unavailable is not None and (not end["settled"] or (last and last.requeued)):
+    if queue is None and (not end["settled"] or (last and last.requeued)):
         return JobState(**facts, word=UNKNOWN, alive=None)
     return JobState(**facts, **end, alive=False)
 
@@ -275,7 +270,7 @@ class Watch:
         alive = self.alive()
         for state in alive:
             if self._reported.get(state.part.id) != state.text:
-                on = f" on {', '.join(state.nodes)}" if state.word == "RUNNING" and state.nodes else ""
+                on = f" on {state.nodes}" if state.word == "RUNNING" and state.nodes else ""
                 self.report(f"{state}{on}")
         news = {state.part.id: state.text for state in alive}
         self._pause = FIRST_PAUSE if news != self._reported else min(LONGEST_PAUSE, self._pause * SLOWER)
@@ -302,31 +297,26 @@ def wait(
     return watch.states
 
 
-@dataclass(frozen=True)
-class LogSource:
-    """A file to show, which need not exist yet. label: its heading among several files."""
-
-    label: str
-    file: Path
-
-
 @dataclass
 class Tails:
-    """Copies text appended to files to an output. A replaced or shortened file starts from its beginning."""
+    """Copies text appended to jobs' logs to an output. A replaced or shortened file starts from its beginning.
 
-    sources: Sequence[LogSource]
+    parts: the jobs, whose logs need not exist yet.
+    """
+
+    parts: Sequence[JobPart]
     out: BinaryIO
     _positions: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode and position
-    _shown: LogSource | None = None
+    _shown: JobPart | None = None
 
     def __call__(self, *, last: bool = False) -> bool:
         """Write new whole lines; with `last` also incomplete ones. Returns whether there was anything to write."""
-        return any([self._show(source, last) for source in self.sources])
+        return any([self._show(part, last) for part in self.parts])
 
-    def _show(self, source: LogSource, last: bool) -> bool:
-        inode, position = self._positions.get(source.file, (0, 0))
+    def _show(self, part: JobPart, last: bool) -> bool:
+        inode, position = self._positions.get(part.log, (0, 0))
         try:
-            with open_file(source.file) as stream:
+            with open_file(part.log) as stream:
                 status = os.fstat(stream.fileno())
                 if status.st_ino != inode or status.st_size < position:
                     position = 0
@@ -335,49 +325,41 @@ class Tails:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise RunError(f"cannot read {source.file}: {error.strerror}") from error
+            raise RunError(f"cannot read {part.log}: {error.strerror}") from error
         whole = data if last else data[: data.rfind(b"\n") + 1]
-        self._positions[source.file] = (status.st_ino, position + len(whole))
-        if whole and len(self.sources) > 1 and self._shown is not source:
-            heading = f"==> {single_line(source.label)} <==\n"
+        self._positions[part.log] = (status.st_ino, position + len(whole))
+        if whole and len(self.parts) > 1 and self._shown is not part:
+            heading = f"==> {single_line(part.name)} <==\n"
             self.out.write(f"{'' if self._shown is None else chr(10)}{heading}".encode())
         if whole:  # a progress bar that overwrites itself becomes one line for each state
-            self._shown = source
+            self._shown = part
             text = whole.decode("utf-8", "backslashreplace").replace("\r\n", "\n").replace("\r", "\n")
             self.out.write(visible(text).encode())
             self.out.flush()
         return bool(whole)
 
 
-def sources(submission: Submission) -> list[LogSource]:
-    """Return the output of a submission's jobs."""
-    return [LogSource(part.name, part.log) for part in submission.parts]
-
-
-def show(submission: Submission, shown: Sequence[LogSource], out: BinaryIO) -> None:
-    """Write the current contents. Raises RunError, with the state of the jobs, when no file exists."""
-    if any(source.file.exists() for source in shown):
-        Tails(shown, out)(last=True)
+def show(submission: Submission, out: BinaryIO) -> None:
+    """Write the current output of its jobs. Raises RunError, with the state of the jobs, when there is none."""
+    parts = submission.parts
+    if any(part.log.exists() for part in parts):
+        Tails(parts, out)(last=True)
         return
     known, unavailable = overview([submission])
-    missing = f"{shown[0].file} is not there" if len(shown) == 1 else f"no log of {submission.directory.name} is there"
+    missing = f"{parts[0].log} is not there" if len(parts) == 1 else f"no log of {submission.directory.name} is there"
     lines = [f"{missing} yet; -f waits for it"]
     lines += [f"{s.part.id}: {s.text}" + (f": {s.note}" if s.note else "") for s in known]
     raise RunError("\n".join([*lines, *([unavailable] if unavailable else [])]))
 
 
 def follow(
-    submission: Submission,
-    sources: Sequence[LogSource],
-    out: BinaryIO,
-    report: Callable[[str], None],
-    reader_gone: Callable[[], bool],
+    submission: Submission, out: BinaryIO, report: Callable[[str], None], reader_gone: Callable[[], bool]
 ) -> list[JobState] | None:
-    """Write the files as they grow until the jobs have ended; returns the last states. Raises RunError like `wait`.
+    """Write the output of its jobs until they have ended; returns the last states. Raises RunError like `wait`.
 
     reader_gone: whether nobody reads `out` any more; then it ends at once and returns None.
     """
-    watch, tails = Watch([submission], report), Tails(sources, out)
+    watch, tails = Watch([submission], report), Tails(submission.parts, out)
     while not watch():
         tails()
         if reader_gone():

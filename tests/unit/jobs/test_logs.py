@@ -5,7 +5,9 @@ import io
 
 from tests.unit.jobs.fake_slurm import now, row
 from tp_invariant_recipes.jobs import states
-from tp_invariant_recipes.jobs.states import LogSource, Tails
+from tp_invariant_recipes.jobs.registry import TRAIN, JobPart
+from tp_invariant_recipes.jobs.states import Tails
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 def test_logs_are_what_the_job_printed(cli, slurm, submitted):
@@ -74,8 +76,9 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cli, slurm, submitted, monkey
 
 
 def test_a_file_that_was_replaced_or_cut_is_begun_anew(tmp_path):
-    file, out = tmp_path / "log", io.BytesIO()
-    tails = Tails([LogSource("a", file)], out)
+    part, out = JobPart("12", None, TRAIN, RunDir(tmp_path), tmp_path), io.BytesIO()
+    file, tails = part.log, Tails([part], out)
+    file.parent.mkdir()
     assert not tails()
     for text, written in (("one\ntw", b"one\n"), ("one\ntwo\n", b"two\n"), ("new\n", b"new\n")):
         file.write_text(text)
