@@ -155,6 +155,7 @@ LOOK = 1.0  # seconds: the most that counts between two looks; the launcher itse
 NAMED = 4  # ranks that a message shows one by one
 FRAMES = 3  # of each
 STEPS = (Phase.STEP, Phase.LONG_STEP)
+OUTSIDE = (Phase.READY, Phase.BETWEEN, Phase.EVALUATING)  # before that, a rank does not know from which step it starts
 STOPPED = ("T", "t")  # states of a process, as proc(5) names them
 
 # The phase in words; the step that is late; the limit that applies. {0}: its step, {1}: the one after it.
@@ -216,7 +217,7 @@ class HangWatch:
         self.since = [0.0 for _ in ranks]  # on the clock: when the sign came
         self.ran = [0.0 for _ in ranks]  # on the clock: when it was last not stopped
         self.steps: list[deque[float]] = [deque(maxlen=WINDOW) for _ in ranks]  # seconds
-        self.warm = [False for _ in ranks]  # whether the first step has ended, which tells nothing of the next
+        self.stepped = [False for _ in ranks]  # whether the first step has ended, which tells nothing of the next
 
     def overdue(self, states: Sequence[str]) -> bool:
         """Whether a rank that lives has given no sign for longer than it may, or is stopped for longer.
@@ -243,13 +244,13 @@ class HangWatch:
         """Note new heartbeats since the last check, `passed` seconds ago. A step between two checks took no longer."""
         if before.phase in STEPS:
             took = self.clock - self.since[n]
-        elif sign.step - before.step > (sign.phase in STEPS):
+        elif before.phase in OUTSIDE and sign.step - before.step > (sign.phase in STEPS):
             took = passed
         else:  # no step has ended
             took = None
-        if took is not None and self.warm[n]:
+        if took is not None and self.stepped[n]:
             self.steps[n].append(took)
-        self.warm[n] |= took is not None
+        self.stepped[n] |= took is not None
         self.signs[n], self.since[n] = sign, self.clock
 
     def _limit(self, n: int) -> float:

@@ -5,11 +5,9 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.launch import ranks
-from tp_invariant_recipes.launch.hang import size_of
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.settings import environment, low_precision
@@ -62,7 +60,6 @@ def run(
                     watch,
                     noted,
                     rank_fn=rank_fn,
-                    stepped=_stepped(plan.run_dir.progress),
                     limits=limits(plan.config),
                 )
             except RankFailed as error:
@@ -79,12 +76,6 @@ def _rank_infos(world: int, ports: tuple[int, ...]) -> list[Any]:
     from tp_invariant_recipes.training.rank import RankInfo
 
     return [RankInfo(rank, rank, world, world, "127.0.0.1", ports) for rank in range(world)]
-
-
-def _stepped(progress: Path) -> Callable[[], bool]:
-    """Whether a step has been made since now. The ranks record each step before they save."""
-    before = size_of(progress)
-    return lambda: size_of(progress) != before
 
 
 def store(*, nodes: int = 1) -> Any:

@@ -144,18 +144,16 @@ def run(
     *,
     rank_fn: RankFn,
     started: Callable[[], None] | None = None,
-    stepped: Callable[[], bool] | None = None,
     limits: Limits | None = None,
 ) -> Outcome:
     """Run these ranks, all of this machine, to their end.
 
-    Raises RankFailed: which one died, its log, its last lines; or which one hangs, and where.
+    Raises RankFailed: which one died, its log, its last lines; or which one hangs, and where. Until the ranks have made
+    a step there is nothing to save: those that do not answer a request to stop within PATIENCE are killed.
 
     tick:    called about ten times a second while ranks live; if it raises, they are ended and the error passed on.
     rank_fn: what each rank does, a function of a module.
     started: called once all processes exist, before any of them does anything.
-    stepped: whether the ranks have made a step. Until then there is nothing to save: ranks that do not answer a request
-             to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
     limits:  seconds that a rank may give no heartbeat; None: it may hang for ever.
     """
     import torch.multiprocessing
@@ -193,7 +191,7 @@ def run(
                 return
         raise hanging(hangs.rank_states(processes, logs), run_dir)
 
-    ended_here = _watch(processes, stop, look, stepped, failed)
+    ended_here = _watch(processes, stop, look, lambda: any(hangs.stepped), failed)
     dead = {rank_infos[n].rank: p.exitcode for n, p in enumerate(processes) if failed(n) and n not in ended_here}
     # Before training begins, SIGTERM just ends a rank.
     if dead and not (stop.signals and all(code == -signal.SIGTERM for code in dead.values())):
@@ -223,12 +221,12 @@ def _watch(
     processes: Sequence[Any],
     stop: Stop,
     tick: Callable[[], None],
-    stepped: Callable[[], bool] | None,
+    stepped: Callable[[], bool],
     failed: Callable[[int], bool],
 ) -> set[int]:
     """Wait for the end of all; pass a stop on to them; end the others soon after one has failed.
 
-    failed: whether the process at an index has.
+    stepped: whether they have made a step. failed: whether the process at an index has.
     Returns the indices of the processes that were killed here: these did not fail by themselves.
     """
     passed_on, asked_at, failed_at, ended_here = 0, None, None, set()
@@ -243,7 +241,7 @@ def _watch(
                     _signal(processes, signal.SIGTERM)
                 else:
                     ended_here |= _signal(processes, signal.SIGKILL)
-            if asked_at and stepped and time.monotonic() - asked_at > PATIENCE and not stepped():
+            if asked_at and time.monotonic() - asked_at > PATIENCE and not stepped():
                 ended_here |= _signal(processes, signal.SIGKILL)
             if failed_at is None and any(map(failed, range(len(processes)))):
                 failed_at = time.monotonic()

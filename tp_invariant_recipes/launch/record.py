@@ -53,25 +53,29 @@ class RunRequest:
         if self.model is None:
             raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
         # Other machines may have other files, and a run that goes on has read its weights.
-        files = input_problems if self.launcher == "local" and not self._goes_on() else None
-        composed = compose(self.model, self.overrides, device=device or plan.detect_device(), also=files)
-        return resume.with_recorded_numerics(composed) if self.continues else composed
+        continued = self._continued()
+        files = input_problems if self.launcher == "local" and continued is None else None
+        # By default the numerics that it has recorded: a job may outlive a release with another default.
+        numerics = continued.read_run(RunFile).numerics["mode"] if continued else None
+        device = device or plan.detect_device()
+        return compose(self.model, self.overrides, device=device, numerics=numerics, also=files)
 
     def check_new_dir(self) -> None:
         """Before anything is imported. Raises RunError: a new run cannot be written to run.dir."""
-        where = self._requested_dir()
-        if where and not self.resume and not self._goes_on():
-            check_free(where)
+        where = self._run_dir()
+        if where and not self.resume and not self._continued():
+            check_free(where.path)
 
-    def _requested_dir(self) -> str | None:
+    def _run_dir(self) -> RunDir | None:
         """run.dir as typed, not yet checked."""
         requested = given(self.overrides, "run.dir")
-        return str(requested.data) if requested and requested.single and requested.data else None
+        named = requested and requested.single and requested.data
+        return RunDir(Path(str(named)).expanduser()) if named else None
 
-    def _goes_on(self) -> bool:
-        """Whether --continue finds a run in run.dir."""
-        where = self._requested_dir()
-        return self.continues and where is not None and RunDir(Path(where).expanduser()).run.exists()
+    def _continued(self) -> RunDir | None:
+        """Return the run that --continue finds in run.dir; None: there is none."""
+        where = self._run_dir()
+        return where if self.continues and where and where.run.exists() else None
 
     def _check_run_dir(self, run: Path) -> None:
         """Raise ConfigError where run.dir names another directory than the run's own."""

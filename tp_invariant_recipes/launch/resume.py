@@ -106,18 +106,6 @@ def resumes_model(run: Path, model: str | None, before: RunFile) -> bool:
     return model is not None
 
 
-def with_recorded_numerics(composed: Composed) -> Composed:
-    """Compose with the numerics recorded in `run.dir`, if the default is another: a job may outlive a release."""
-    where = composed.config.run.dir
-    run_dir = RunDir(Path(where or "").expanduser())
-    if where is None or not run_dir.run.exists() or given(composed.overrides, "numerics.mode"):
-        return composed
-    numerics, device = run_dir.read_run(RunFile).numerics["mode"], composed.config.device.kind
-    if composed.config.numerics.mode == numerics:
-        return composed
-    return compose(composed.model, composed.overrides, device=device, numerics=numerics)
-
-
 def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
     """Compose with the device and numerics of an earlier restart, whatever the defaults are here and now."""
     return compose(before.model, latest(overrides), device=before.device, numerics=before.numerics["mode"])

@@ -5,6 +5,7 @@ import pytest
 
 from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record, resume
 from tp_invariant_recipes.machine import gpus
@@ -47,6 +48,13 @@ def test_a_plan_from_before_another_command_began_there_is_out_of_date(empty_her
     record.write(submitted)
     with pytest.raises(RunError, match="another command has begun"):
         record.check_current(submitted)
+
+
+def test_a_run_that_a_scheduler_repeats_keeps_its_numerics_whatever_the_default_is_now(empty_here):
+    request = record.RunRequest("qwen3_toy", (parse("run.dir=run"),), continues=True)
+    assert request.composed().config.numerics.mode == "tree"
+    record.write(plan.new(compose("qwen3_toy", ["run.dir=run"], numerics="stock")))
+    assert request.composed().config.numerics.mode == "stock"
 
 
 def test_a_run_of_another_model_is_not_resumed(cli, empty_here):

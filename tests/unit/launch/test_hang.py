@@ -298,6 +298,18 @@ def test_when_a_rank_is_overdue(monkeypatch, scene):
     assert results == [False] * (len(results) - 1) + [True]
 
 
+@pytest.mark.parametrize("start", (0, 7))
+@pytest.mark.parametrize("seen", (Phase.LOADING, Phase.READY, LONG), ids=str)
+def test_a_step_of_an_earlier_restart_is_none_of_this_one(monkeypatch, start, seen):
+    """seen: the last phase before the end of the first step at which the launcher looks."""
+    launcher = Launcher(monkeypatch, AUTO)
+    for phase in (Phase.LOADING, Phase.READY, LONG, BETWEEN):
+        launcher.give(phase, start + (phase in (LONG, BETWEEN)))
+        if phase is BETWEEN or phase <= seen:
+            launcher.overdue(0.5)
+            assert any(launcher.watch.stepped) is (phase is BETWEEN and seen is not Phase.LOADING)
+
+
 def test_without_limits_no_stopped_rank_is_overdue(monkeypatch):
     launcher = Launcher(monkeypatch, None)
     launcher.give(BETWEEN)

@@ -6,11 +6,10 @@ import multiprocessing
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.launch import local, ranks
+from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.ranks import RankFailed, Stop
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
@@ -54,8 +53,7 @@ def test_a_rank_that_does_not_answer_before_the_first_step_is_killed(deaf):
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("stepped", (lambda: True, None), ids=("stepped", "not known"))
-def test_one_that_may_be_saving_gets_the_time_it_needs(deaf, stepped):
+def test_one_that_may_be_saving_gets_the_time_it_needs(deaf):
     """A second request ends it, as always."""
     stop, began = Stop(requests=1), time.monotonic()
 
@@ -63,17 +61,8 @@ def test_one_that_may_be_saving_gets_the_time_it_needs(deaf, stepped):
         if time.monotonic() - began > 0.6:
             stop.requests = 2
 
-    assert ranks._watch([deaf], stop, tick, stepped, lambda n: False) == {0}
+    assert ranks._watch([deaf], stop, tick, lambda: True, lambda n: False) == {0}
     assert time.monotonic() - began > 0.6
-
-
-def test_a_step_of_an_earlier_attempt_is_none_of_this_one(tmp_path: Path):
-    progress = tmp_path / "progress.jsonl"
-    stepped = local._stepped(progress)
-    assert not stepped()
-    progress.write_text("{}\n")
-    assert stepped()
-    assert not local._stepped(progress)()
 
 
 def test_a_hangup_asks_once_to_save_and_stop(monkeypatch):

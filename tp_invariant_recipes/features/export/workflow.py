@@ -238,8 +238,7 @@ def _convert(
         do = Export(checkpoint.path.absolute(), folder, model, masters, adapters)
         with ranks.stopping() as stop:
             outcome = ranks.run(
-                RunDir(Path(scratch)), "cpu", [RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,))], tick, stop,
-                rank_fn=do, stepped=lambda: False,
-            )  # fmt: skip
+                RunDir(Path(scratch)), "cpu", [RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,))], tick, stop, rank_fn=do
+            )
     if outcome is not ranks.Outcome.COMPLETED:
         raise KeyboardInterrupt
