@@ -48,7 +48,7 @@ def jobs(
     --json prints schema (1), warning (why SLURM did not answer, or null) and jobs, with one entry for each job or task
     of an array: job (the id), role (train, cell, judge), run, directory, log, state, reason (why it is pending), alive
     (null: not known), exit_status (as of `tpi wait`; null: not ended), tries, step, of, loss, seconds_left (of the
-    time limit), nodes, note.
+    time limit), nodes (as SLURM writes them), note.
     """
     from tp_invariant_recipes.jobs import states
     from tp_invariant_recipes.jobs.registry import find
@@ -86,13 +86,10 @@ def logs(
     from tp_invariant_recipes.jobs.registry import find
 
     (submission,) = find([name])
-    sources = states.sources(submission)
     if not following:
-        states.show(submission, sources, sys.stdout.buffer)
+        states.show(submission, sys.stdout.buffer)
         return
-    ended = states.follow(
-        submission, sources, sys.stdout.buffer, lambda line: _print_status(f"[{line}]"), terminal.reader_gone
-    )
+    ended = states.follow(submission, sys.stdout.buffer, lambda line: _print_status(f"[{line}]"), terminal.reader_gone)
     if ended is not None:
         _print_status(_closing(ended))
         _exit([ended])
@@ -215,7 +212,7 @@ def _print_status(text: str) -> None:
 
 
 _COLOURS = {"completed": "green", "failed": "red", "damaged": "red", "killed": "yellow", "stopped": "yellow"}
-_HEAD = ("run", "state", "step", "loss", "layout", "model", "numerics", "same")
+_HEAD = ("run", "state", "step", "loss", "layout", "model", "numerics", "fingerprint")
 
 
 def runs(
@@ -225,8 +222,8 @@ def runs(
 ) -> None:
     """List the runs below a folder: state, step, loss, layout.
 
-    The run that was started or restarted latest comes last. Runs with the same letter in the column "same" are
-    comparable: they have the same model, data, optimizer and seed. States: running; completed; stopped (Ctrl-C or
+    The run that was started or restarted latest comes last. Runs with the same fingerprint are comparable:
+    they have the same model, data, optimizer and seed. States: running; completed; stopped (Ctrl-C or
     SIGTERM); failed; killed (it recorded no exit status); not started (submitted); damaged, with the reason. Exit
     status: 0, whatever the states; 2 there is no such folder.
 
@@ -246,20 +243,18 @@ def runs(
         there = overview.rows(where)
     shown = [row for row in there if every or not row.own or where in (row.run, row.run.parent)]
     hidden = len(there) - len(shown)
-    names = overview.groups(shown)
     if as_json:
-        rows = [row.as_dict() | {"same": names.get(row.identity_hash or "")} for row in shown]
-        terminal.print_json({"schema": 1, "runs": rows, "hidden": hidden})
+        terminal.print_json({"schema": 1, "runs": [row.as_dict() for row in shown], "hidden": hidden})
         return
     if shown:
-        output.show(_HEAD, [_line(row, names) for row in shown], numeric=("step", "loss"), coloured="state")
+        output.show(_HEAD, list(map(_line, shown)), numeric=("step", "loss"), coloured="state")
     else:
         terminal.print_text(f"no run below {single_line(str(where))}")
     if hidden:
         to_person.print(f"hidden: {plural(hidden, 'run')} of {', '.join(overview.MAKERS)}; tpi runs --all lists them")
 
 
-def _line(row: "RunRow", names: dict[str, str]) -> Line:
+def _line(row: "RunRow") -> Line:
     from tp_invariant_recipes.ledger.bits import readable
 
     seen, of = row.as_dict(), "" if row.last.to_step is None else f"/{row.last.to_step}"
@@ -273,7 +268,7 @@ def _line(row: "RunRow", names: dict[str, str]) -> Line:
         degrees,
         seen["model"] or "",
         seen["numerics"] or "",
-        names.get(row.identity_hash or "", ""),
+        (seen["identity_hash"] or "")[:8],
     )
     # The first line of a reason; with the second where the first only introduces it.
     first, *more = list(filter(None, map(str.strip, (row.why or "").splitlines()))) or [""]

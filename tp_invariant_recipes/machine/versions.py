@@ -5,28 +5,11 @@ import platform
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import tp_invariant_recipes
-
-
-@dataclass(frozen=True)
-class KnownSet:
-    """versions: distribution -> version. evidence: the tests that passed with them, and on what."""
-
-    versions: dict[str, str]
-    evidence: str
-
-
-# The last one is that of the locks.
-KNOWN = (
-    KnownSet({"megatron-bridge": "0.6.2", "megatron-core": "0.19.2", "transformer-engine": "2.20.2"},
-        "make test on x86-64 CPUs, without Transformer Engine; tests/gpu on up to four H200s"),
-)  # fmt: skip
-
 
 # Label -> distribution.
 PACKAGES = {

@@ -8,13 +8,10 @@ A directory that is damaged is a row with the reason. Thousands of runs take sec
 
 import os
 import shlex
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import chain, count, product
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError, reason
@@ -80,11 +77,6 @@ class RunRow:
         except (ValueError, OverflowError, OSError):
             return 0.0
 
-    @property
-    def identity_hash(self) -> str | None:
-        """Equal of runs that are comparable; None: it cannot be read."""
-        return self.record.identity_hash if self.record else None
-
     def as_dict(self) -> dict[str, Any]:
         """Return the row as JSON; documented in docs/running.md."""
         known = vars(self.record) if self.record else {}
@@ -128,14 +120,6 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
             state, why, step = DAMAGED, f"{run_dir.ledger.name}: {reason(error)}", None
     row = RunRow(run, state, why, step, loss, record, own)
     return replace(row, own=own or row.last.command.startswith(tuple(f"tpi {maker} " for maker in MAKERS)))
-
-
-def groups(listed: Iterable[RunRow]) -> dict[str, str]:
-    """Identity hash -> a short name, for the identities that several runs have: these runs are comparable."""
-    times = Counter(run.identity_hash for run in listed if run.identity_hash)
-    shared = [identity for identity, runs in times.items() if runs > 1]
-    letters = (product(ascii_lowercase, repeat=length) for length in count(1))  # a, b, … z, aa, ab …
-    return dict(zip(shared, map("".join, chain.from_iterable(letters)), strict=False))
 
 
 def _state(run_dir: RunDir, last: Restart | None) -> tuple[str, str | None]:

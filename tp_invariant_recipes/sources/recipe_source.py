@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, reason
-from tp_invariant_recipes.machine.versions import KNOWN, installed
+from tp_invariant_recipes.machine.versions import installed, pinned
 from tp_invariant_recipes.reading import MIB, read_limited
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings.keys import nearest
@@ -153,7 +153,7 @@ def _possible(model: str) -> Source:
         raise ConfigError(needed.message(model, ["megatron-bridge"]))
     if source.module == BRIDGE:
         # A misspelt name is said at once. Another name that the table lacks may be one of a newer Bridge.
-        locked = installed("megatron-bridge") == KNOWN[-1].versions["megatron-bridge"]
+        locked = installed("megatron-bridge") == pinned().get("megatron-bridge")
         close = nearest(source.function, names())
         if source.function not in names() and (locked or "did you mean" in close):
             raise ConfigError(f"{model}: {BRIDGE} has no such recipe{close}")

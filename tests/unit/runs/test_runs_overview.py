@@ -67,22 +67,24 @@ def cells(line: str) -> list[str]:
     return line.split()
 
 
-def test_a_line_for_each_run_and_a_letter_for_those_that_are_comparable(cli):
+def test_a_line_for_each_run_with_one_fingerprint_where_they_are_comparable(cli):
     a_run("a", "tp=2", minute=3)
     a_run("b", minute=1, outcome="stopped", steps=2)
     a_run("deeper/c", "seed=7", minute=2, outcome=None, steps=0)
     ended = cli("runs")
     assert (ended.status, ended.err) == (0, "")
     head, *lines = map(cells, ended.out.splitlines())
-    assert head == ["run", "state", "step", "loss", "layout", "model", "numerics", "same"]
-    assert lines == [
-        ["runs/b", "stopped", "2/3", "6.21875", "tp=1", "qwen3_toy", "tree", "a"],
+    assert head == ["run", "state", "step", "loss", "layout", "model", "numerics", "fingerprint"]
+    assert [line[:-1] for line in lines] == [
+        ["runs/b", "stopped", "2/3", "6.21875", "tp=1", "qwen3_toy", "tree"],
         ["runs/deeper/c", "killed", "0/3", "tp=1", "qwen3_toy", "tree"],
-        ["runs/a", "completed", "3/3", "6.1875", "tp=2", "qwen3_toy", "tree", "a"],
+        ["runs/a", "completed", "3/3", "6.1875", "tp=2", "qwen3_toy", "tree"],
     ]
+    b, c, a = (line[-1] for line in lines)
+    assert (a == b, a == c, len(a)) == (True, False, 8)
     result = json.loads(cli("runs", "runs", "--json").out)
     assert result["schema"] == 1
-    assert [row["same"] for row in result["runs"]] == ["a", None, "a"]
+    assert [row["identity_hash"][:8] for row in result["runs"]] == [b, c, a]
     assert result["runs"][2]["loss"] == {"bits": LOSSES[2], "value": 6.1875}
 
 

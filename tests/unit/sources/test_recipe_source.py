@@ -9,7 +9,7 @@ import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.machine.versions import KNOWN
+from tp_invariant_recipes.machine.versions import pinned
 from tp_invariant_recipes.runs.run_dir import choose
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
 
@@ -160,7 +160,7 @@ def test_every_way_to_give_a_name_is_given_to_the_import(tmp_path, no_bridge, so
 
 
 def test_a_name_that_the_locked_bridge_lacks_needs_no_import(monkeypatch, no_bridge):
-    monkeypatch.setattr(recipe_source, "installed", lambda name: KNOWN[-1].versions[name])
+    monkeypatch.setattr(recipe_source, "installed", lambda name: pinned()[name])
     assert "has no such recipe" in str(recipe_problems("wholly_different"))
     monkeypatch.setattr(recipe_source, "installed", lambda name: "0.7.0")
     with pytest.raises(pytest.fail.Exception, match="imported Bridge"):
