@@ -54,45 +54,11 @@ def style_sheet(column: int) -> str:
     return "".join(f"--{name}:{values[column]};" for name, values in COLOURS.items())
 
 
-POINTS = 500  # of a curve
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Points of a curve, arrays of one length.
-
-    x:         the step, or the middle of a block.
-    y:         the value, or the median of a block. NaN: no finite value.
-    low, high: the smallest and largest value of a block.
-    block:     steps per point; 1: every step has its point.
-    missing:   steps without a finite value.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    block: int
-    missing: int
-
-
-def curve(points: Iterable[tuple[int, float | None]]) -> Curve:
-    """Make a curve from (step, value)."""
-    pairs = np.array([(step, np.nan if value is None else value) for step, value in points], dtype=np.float64)
-    steps, values = pairs.reshape(-1, 2).T.copy()
-    values[~np.isfinite(values)] = np.nan
-    block = max(1, -(-len(values) // POINTS))
-    edges = range(0, len(values), block)
-    parts = [values[start : start + block] for start in edges]
-    parts = [part[np.isfinite(part)] for part in parts]
-    return Curve(
-        x=np.array([steps[start : start + block].mean() for start in edges]),
-        y=np.array([np.median(part) if part.size else np.nan for part in parts]),
-        low=np.array([part.min() if part.size else np.nan for part in parts]),
-        high=np.array([part.max() if part.size else np.nan for part in parts]),
-        block=block,
-        missing=int(np.isnan(values).sum()),
-    )
+def curve(points: Iterable[tuple[int, float | None]]) -> np.ndarray:
+    """Make float64 [2, steps] of (step, value). NaN: no finite value, which leaves a gap."""
+    pairs = [(step, np.nan if value is None else value) for step, value in points]
+    steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+    return np.stack([steps, np.where(np.isfinite(values), values, np.nan)])
 
 
 def recorded(ledger: Ledger, field: str) -> list[tuple[int, float | None]]:
@@ -133,6 +99,7 @@ _SETTINGS: Any = {
     "grid.color": LIGHT["rule"],
     "grid.linewidth": 0.7,
     "legend.frameon": False,
+    "path.simplify_threshold": 1.0,  # points: a figure of many steps stays small, and keeps its extremes
     "svg.fonttype": "none",  # text stays text, for search and screen readers
     "text.parse_math": False,  # a "$" in a name is a "$"
 }
@@ -196,7 +163,7 @@ def training(report: Report) -> Drawing:
         "training",
         "Loss, gradient norm and learning rate",
         " ".join(_loss_in_words(run) for run in report.runs),
-        _blocks(line for lines in shown.values() for line in lines),
+        _gaps(line for lines in shown.values() for line in lines),
         _CURVES,
         draw,
     )
@@ -219,7 +186,7 @@ def distance(report: Report) -> Drawing | None:
             name = f"{title}: distance from {report.runs[0].letter}"
             _lines(axes, name, "ULP, 0: equal bits", shown[field], numbers)
             axes.set_yscale("symlog", linthresh=1, linscale=0.4)
-            top = max([2.0, *(float(np.nanmax(line.high)) for line in shown[field] if not np.isnan(line.high).all())])
+            top = max([2.0, *(float(np.nanmax(ulp)) for _, ulp in shown[field] if not np.isnan(ulp).all())])
             axes.set_ylim(-0.15, top * 3)
             axes.yaxis.set_major_formatter(FuncFormatter(_power))
             axes.yaxis.set_minor_locator(NullLocator())
@@ -230,7 +197,7 @@ def distance(report: Report) -> Drawing | None:
         "Distance between losses and between gradient norms",
         " ".join(_distance_in_words(run, points) for (_, run), points in zip(pairs, ulps["loss"], strict=True)),
         "One ULP is the step from a floating-point number to the next. The scale is logarithmic above 1; "
-        "0 means equal bits. " + _blocks(line for lines in shown.values() for line in lines),
+        "0 means equal bits. " + _gaps(line for lines in shown.values() for line in lines),
         _DISTANCES,
         draw,
     )
@@ -264,13 +231,13 @@ def cost(report: Report) -> Drawing | None:
         "cost",
         "Step time and memory",
         " ".join(f"{label}: the median step took {seconds:.3g} s." for label, seconds in medians.items()),
-        ("" if unit == "GiB" else "Runs on a CPU record no memory. ") + _blocks([*times, *beside]),
+        ("" if unit == "GiB" else "Runs on a CPU record no memory. ") + _gaps([*times, *beside]),
         _COSTS,
         draw,
     )
 
 
-def _costs(runs: list[Sequence[ProgressLine]]) -> tuple[list[Curve], list[Curve], str, str]:
+def _costs(runs: list[Sequence[ProgressLine]]) -> tuple[list[np.ndarray], list[np.ndarray], str, str]:
     """Return curves of step times, and beside them of memory, or of speed where no run recorded memory: title, unit."""
     times = [curve((t.step, t.seconds) for t in timings) for timings in runs]
     if any(t.peak_memory for timings in runs for t in timings):
@@ -294,15 +261,15 @@ def axes_grid(figure: FigureBase, height: float, rows: int = 1, columns: int = 1
     return figure.add_gridspec(rows, columns, **place, **more)
 
 
-def _lines(axes: Axes, title: str, unit: str, curves: list[Curve], numbers: list[int] | None = None) -> None:
+def _lines(
+    axes: Axes, title: str, unit: str, curves: Sequence[np.ndarray], numbers: Sequence[int] | None = None
+) -> None:
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
-    for n, line in zip(numbers or range(len(curves)), curves, strict=True):
-        mark: dict[str, Any] = {"marker": "o", "markersize": 3} if len(line.x) <= _FEW else {}
-        axes.plot(line.x, line.y, **_look(n), **mark)
-        if line.block > 1:
-            axes.fill_between(line.x, line.low, line.high, color=_look(n)["color"], alpha=0.25, linewidth=0)
+    for n, (steps, values) in zip(numbers or range(len(curves)), curves, strict=True):
+        mark: dict[str, Any] = {"marker": "o", "markersize": 3} if len(steps) <= _FEW else {}
+        axes.plot(steps, values, **_look(n), **mark)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
@@ -340,15 +307,6 @@ def _loss_in_words(run: Run) -> str:
     return f"{run.label}: loss {start:.4g} at step {first}, {end:.4g} at step {last}."
 
 
-def _blocks(curves: Iterable[Curve]) -> str:
-    curves = list(curves)
-    block, missing = max(line.block for line in curves), sum(line.missing for line in curves)
-    words = []
-    if block > 1:
-        words.append(
-            f"Each point stands for up to {block} steps: the line shows their median, the band their smallest to "
-            "largest value."
-        )
-    if missing:
-        words.append(f"Gaps are values that are not finite numbers: {missing}.")
-    return " ".join(words)
+def _gaps(curves: Iterable[np.ndarray]) -> str:
+    missing = sum(int(np.isnan(values).sum()) for _, values in curves)
+    return f"Gaps are values that are not finite numbers: {missing}." if missing else ""
