@@ -18,7 +18,7 @@ def train(tpi, run, *overrides, before=None):
     tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before, status=0)
 
 
-def _wrong_output(step, name, tp):
+def wrong_output(step, name, tp):
     """At a step of this degree, a module gives twice what it computes."""
 
     def plant():
@@ -45,7 +45,7 @@ def files(folder):
 @pytest.mark.release
 def test_a_forward_output_that_is_wrong_in_one_layout(tpi):
     """tp=1 against tp=4, from the checkpoint before; the runs stay as they are."""
-    plant = _wrong_output(3, FC2, tp=4)
+    plant = wrong_output(3, FC2, tp=4)
     for tp in (1, 4):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=4", "save=2", before=plant)
     compared = tpi("compare", "tp1", "tp4", status=1)
@@ -204,6 +204,17 @@ def test_the_operation_is_named_from_runs_as_they_were(runs):
     assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in result.stdout
     assert f"the operation: the weight gradient of {FC1}: " in result.stdout
     assert "does not repeat" not in result.stdout
+
+
+@pytest.mark.release
+def test_a_run_in_cuda_graphs_is_trained_again_without_them(runs, tpi):
+    for run in PAIR:
+        shutil.copytree(runs.folder / run, tpi.folder / run)
+    file = tpi.folder / "plain/run.json"
+    was = json.loads(file.read_text())
+    file.write_text(json.dumps(was | {"overrides": [*was["overrides"], "cuda_graph=full"]}))
+    result = tpi("bisect", *PAIR, "--dir", "bisect", before=gradient_of_fc1(step=2), status=1)
+    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in result.stdout
 
 
 @pytest.mark.release

@@ -4,8 +4,11 @@
 CPU ranks run it in program order: streams are stand-ins there. It frees activations as on a GPU.
 """
 
+import json
+
 import pytest
 
+from tests.distributed.commands.test_bisect import wrong_output
 from tests.distributed.scenario import unequal
 from tests.distributed.small_models import GATHER, small
 
@@ -67,3 +70,18 @@ def test_a_run_has_the_ledger_of_one_without_overlap(scenario, words):
 def test_another_order_of_micro_batches_changes_gradients(scenario):
     run = scenario(EXPERTS, "dp=2 ep=2")
     assert "step 1: gradients" in unequal(run.ledger(), run(ON).planted(backwards).ledger())
+
+
+@pytest.mark.release
+def test_a_run_is_scored_and_bisected_without_overlap(tpi):
+    """A score has no second micro-batch and asks for no EP ranks; a trace reads whole layers."""
+    words, name = f"{EXPERTS} {SHARDS} {ON} iters=2 save=1".split(), "decoder.layers.1.self_attention.linear_proj"
+    plant = wrong_output(2, name, tp=2)
+    tpi("train", *words, "run.dir=a", before=plant, status=0)
+    tpi("train", *words, "tp=2", "run.dir=b", before=plant, status=0)
+    (tpi.folder / "s.jsonl").write_text(json.dumps({"tokens": [*range(9)]}))
+    tpi("score", "a", "s.jsonl", status=0)
+    found = tpi("bisect", "a", "b", "--dir", "bisect", before=plant, status=1)
+    assert f"different at step 2: forward of {name}: output differs" in found.stdout
+    assert "does not repeat" not in found.stdout
+    assert "traced-a: a from step 1" in found.stderr

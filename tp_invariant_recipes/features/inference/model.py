@@ -51,6 +51,7 @@ OFF = ("cuda_graph=off", "guard=off", "logging=none", "save=0", "ledger.digests=
 REPEATED_FIELDS = ("numerics.*", "model.*", "mixed_precision.*", "recipe.*", "tokenizer*", "precision")
 OMITTED_FIELDS = (
     *("*_parallel_size", "*.sequence_parallel", "*pipeline*", "*.account_for_*", "*cuda_graph*", "*.recompute_*"),
+    *("*overlap*", "*.delay_wgrad_compute"),
     *("numerics.mode", "numerics.data_shards", "numerics.expert_groups"),
 )
 
