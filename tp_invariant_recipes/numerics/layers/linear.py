@@ -139,7 +139,8 @@ class Row(NamedTuple):
             dx = dy.new_empty(dy.shape[:-1].numel() * (mesh.size if scatters else 1), weight.shape[1])
             operands.multiply(rows, across, dx, mesh, mesh.local, forward=False)
         if wants_dw:
-            dw = operands.weight_gradient(weight, columns, operands.columns(kept, None), mesh, columns=mesh.local)
+            tokens = operands.columns(kept, None)
+            dw = operands.weight_gradient(weight, columns, tokens, mesh, waits=scatters, columns=mesh.local)
         return dx, dw
 
 

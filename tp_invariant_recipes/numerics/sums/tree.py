@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.sums import later
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerSum, peers_of
 
@@ -143,5 +144,8 @@ def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:
 
 
 def all_gather(slices: Tensor, mesh: VirtualMesh) -> Tensor:
-    """[n/t, …] on every rank → [n, …]."""
-    return start_all_gather(slices, mesh).arrived()
+    """[n/t, …] on every rank → [n, …]. In a backward pass, GEMMs of weight gradients that wait run meanwhile."""
+    gathering = start_all_gather(slices, mesh)
+    if mesh.size > 1:
+        later.run()
+    return gathering.arrived()

@@ -11,12 +11,14 @@ second addition, and is an error.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
+from tp_invariant_recipes.numerics.sums import later
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import all_gather, tree_sum, tree_sums
 
@@ -33,7 +35,7 @@ def forget_stand_ins() -> None:
     _stand_ins.clear()
 
 
-def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object]) -> Tensor:
+def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object], waits: bool = False) -> Tensor:
     """Compute a weight's gradient and return the tensor that a backward pass gives to autograd for the weight.
 
     Without `weight.main_grad` it returns the gradient, rounded once to the weight's dtype. With it (Megatron's fp32
@@ -42,6 +44,7 @@ def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object]) 
 
     compute: one for each context shard of this rank, called as compute(out, add) with an fp32 tensor of the weight's
              shape to fill or to add to.
+    waits:   whether it may be added later in the backward pass (numerics/sums/later.py).
     returns: the weight's shape and dtype.
     """
     if main_grad_of(weight) is None:
@@ -50,7 +53,10 @@ def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object]) 
             fill(gradient, False)
         return tree_sum(gradients, weight.dtype)
     for add_to, gradient in zip(compute, gradients_of(weight), strict=True):
-        add_to(gradient, True)
+        if waits:
+            later.wait(partial(add_to, gradient, True))
+        else:
+            add_to(gradient, True)
     return added_to_main_grad(weight)
 
 
@@ -182,12 +188,14 @@ def finish_all() -> None:
 
     It is a collective: all ranks of the mesh call it at the same place of the pass.
     """
+    later.run_all()
     for backward in list(_waiting):
         _finish(backward)
 
 
 def forget() -> None:
     """Drop what a failed backward pass has left."""
+    later.forget()
     _waiting.clear()
 
 

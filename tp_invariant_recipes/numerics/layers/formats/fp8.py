@@ -257,11 +257,14 @@ class Fp8:
             return Reduced(started, mesh, scatters)
         return Reduced(start_reduce_scatter(fp8.nodes(rows, across, mesh, sizes, dtype), mesh), mesh, scatters)
 
-    def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
+    def weight_gradient(
+        self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, waits: bool = False, **shards: Split
+    ) -> Tensor:
         """As Plain's. dy: [n, tokens]; x: [k, tokens]."""
         size = dy.data.shape[1] // mesh.contexts
         starts = range(0, dy.data.shape[1], size)
-        return weight_gradient(weight, *(partial(_added, dy.along_k(n, size), x.along_k(n, size)) for n in starts))
+        parts = [partial(_added, dy.along_k(n, size), x.along_k(n, size)) for n in starts]
+        return weight_gradient(weight, *parts, waits=waits)
 
     def multiply_groups(
         self, rows: Any, across: Sequence[Any], out: Tensor, groups: Groups, *, forward: bool

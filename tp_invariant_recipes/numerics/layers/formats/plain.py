@@ -158,10 +158,15 @@ class Plain:
         summed = start_contraction(rows, across, mesh, segments, self.products, forward, dtype)
         return summed if mesh.size == 1 else Reduced(summed, mesh, scatters)
 
-    def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
-        """dy^T @ x, both columns, of each context shard by itself. shards: the rows or columns of `product`."""
-        parts = each_context(mesh, dy, x)
-        return weight_gradient(weight, *(partial(self._add_gradient, grad, tokens, shards) for grad, tokens in parts))
+    def weight_gradient(
+        self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, waits: bool = False, **shards: Split
+    ) -> Tensor:
+        """dy^T @ x, both columns, of each context shard by itself.
+
+        waits: as of numerics/sums/weight_gradient.py. shards: the rows or columns of `product`.
+        """
+        parts = [partial(self._add_gradient, grad, tokens, shards) for grad, tokens in each_context(mesh, dy, x)]
+        return weight_gradient(weight, *parts, waits=waits)
 
     def _add_gradient(self, grad: Tensor, tokens: Tensor, shards: dict[str, Split], out: Tensor, add: bool) -> Tensor:
         return self.products.gemm(grad.t(), tokens, out, add=add, **shards)
