@@ -38,7 +38,7 @@ _invariant = partial(_row, needs=lambda t: t.overlaps() and t.numerics.invariant
 def _replaced(field: str) -> Rule[RunConfig]:
     """Return the rule that a field of the model is not replaced by its twin in the other section."""
     return Rule(
-        lambda t: t.model.get(field) and t.section(SECTION) and not t.overlaps(field),
+        lambda t: t.model.get(field) and not t.overlaps(field),
         f"Bridge takes {SECTION}.{field} instead",
         f"{SECTION}.{field}=true",
         head=lambda t: f"model.{field}=true",
@@ -58,7 +58,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
         head=lambda t: f"{SECTION}.tp_comm_overlap"),
     _replaced(FIELD),
     _replaced(DELAYED),
-    _row(lambda t: t.layout.ep == 1 or not t.shape.experts, "no rank sends tokens to another rank's experts", "ep=2"),
+    _row(lambda t: t.layout.ep == 1, "no rank sends tokens to another rank's experts", "ep=2"),
     _row(lambda t: t.model.get("moe_token_dispatcher_type") not in ("alltoall", "flex"),
         "only these dispatchers can be taken apart", "model.moe_token_dispatcher_type=alltoall or flex"),
     _row(lambda t: not (t.model.get("bf16") or t.model.get("fp16") or t.mixed_precision is not None),

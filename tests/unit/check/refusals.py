@@ -255,14 +255,25 @@ COMBINED, typed: qwen3_moe_toy numerics=stock dp=2 ep=2 gbs=4 model.overlap_moe_
     trace: ledger.trace=1 iters=1
     taken: model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false | model.delay_wgrad_compute=true |
         comm_overlap.tp_comm_overlap=false comm_overlap.overlap_moe_expert_parallel_comm=true
-        comm_overlap.delay_wgrad_compute=true
+        comm_overlap.delay_wgrad_compute=true | model.moe_token_dispatcher_type=flex | pp=2
+        model.virtual_pipeline_model_parallel_size=2 | tp=2 device=gpu cuda_graph=off
 COMBINED_FIELDS: qwen3_moe_toy numerics=stock dp=2 ep=2 gbs=4 model.overlap_moe_expert_parallel_comm=true
-    recomputed: model.recompute_granularity=selective model.recompute_modules=[core_attn,moe]
+    recomputed: model.recompute_granularity=selective model.recompute_modules=[core_attn,moe] |
+        model.recompute_granularity=full | model.recompute_method=uniform | model.recompute_num_layers=1
+    enable_offline_packing: dataset.enable_offline_packing=true data.kind=recipe device.kind=gpu
+        dataset.offline_packing_specs={packed_sequence_size:256} dataset.dataset_root=x
+        dataset.dataloader_type=batch tokenizer.tokenizer_type=HuggingFaceTokenizer tokenizer.tokenizer_model=x
+        dataset._target_=megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig
+    taken_fields: mixed_precision=null model.bf16=true
+COMBINED_HYBRID: nemotron3_nano_toy numerics=stock dp=2 ep=2 gbs=4
+    own: model.overlap_moe_expert_parallel_comm=true
 INVARIANT_COMBINED, typed: qwen3_moe_toy dp=2 ep=2 gbs=4 model.overlap_moe_expert_parallel_comm=true
     use_megatron_fsdp: ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy=optim ledger.digests=0
     guard: guard=products
+    adapts: peft=lora checkpoint.pretrained_checkpoint=base
+    peer_memory: tp=2 device=gpu cuda_graph=off
     taken: tp=2 device=gpu device.peer_memory=never cuda_graph=full | comm_overlap.tp_comm_overlap=false
-        comm_overlap.overlap_moe_expert_parallel_comm=true
+        comm_overlap.overlap_moe_expert_parallel_comm=true | tp=2 | device=gpu cuda_graph=off
 LATENT_EXPERTS, typed: qwen3_moe_toy model.moe_latent_size=32
     enabled: precision=fp8_tensorwise
 AHEAD, or_stock: qwen3_toy numerics=tree model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false
