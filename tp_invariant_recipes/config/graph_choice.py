@@ -6,7 +6,6 @@ Graphs take the launches from the host, whose speed decides the time of a small 
 
 from collections.abc import Callable, Collection, Sequence
 
-from tp_invariant_recipes.check import recording
 from tp_invariant_recipes.check.invariant import modes as mode_rules
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.fingerprint import flat
@@ -39,7 +38,6 @@ EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         lambda config: finetuning.adapts(config) and not config.numerics.invariant,
         "tpi captures adapters only on request",
     ),
-    (lambda config: config.guard.kind == recording.SHADOW, "a captured step takes no other replica's data"),
     (
         lambda config: config.model.get("recompute_granularity") is not None,
         "tpi captures recomputation only on request",
@@ -72,7 +70,7 @@ def beyond(config: RunConfig, option: str) -> list[str]:
     short = _too_short(config, LEAST_STEPS[option])
     if config.shape.experts > 1 and config.model.get("cuda_graph_impl") == FULL and _uncompared(config):
         short.append("of such a run with experts tpi captures the whole step when asked")
-    if config.numerics.invariant or config.model.get("cuda_graph_impl") != FULL:
+    if config.model.get("cuda_graph_impl") != FULL:
         return short
     judged = config.with_fields("numerics", mode=mode.DEFAULT)
     return [*short, *(f"{limit.text}; {limit.solve}" for limit in mode_rules.GRAPH_LIMITS if limit.broken(judged))]

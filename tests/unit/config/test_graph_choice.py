@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """cuda_graph=auto, the default: the first kind of CUDA graphs that a run allows, and the reason for none."""
 
+import itertools
+
 import pytest
 
 from tp_invariant_recipes.config import graph_choice
@@ -8,6 +10,7 @@ from tp_invariant_recipes.config.adjusted import complete
 from tp_invariant_recipes.config.compose import _typed, compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.sizing.memory import GIB
 
 FULL, TE, OFF = "full_iteration", "transformer_engine", "none"
@@ -15,19 +18,17 @@ FULL, TE, OFF = "full_iteration", "transformer_engine", "none"
 # A command on a GPU -> Megatron's implementation, and the beginning of what is said of it.
 CHOSEN = {
     "qwen3_0p6b": (FULL, "full"),
-    "qwen3_0p6b numerics=portable": (FULL, "full"),
+    "qwen3_0p6b tp=4 numerics=portable": (FULL, "full"),
     "qwen3_8b tp=2 pp=2": (TE, "te"),
     "qwen3_moe_toy": (FULL, "full"),
     "qwen3_moe_toy dp=2 ep=2 gbs=2": (FULL, "full"),
     "qwen3_moe_toy dp=4 ep=4 gbs=4 model.moe_expert_capacity_factor=1.0": (FULL, "full"),
-    "qwen3_moe_toy tp=2 ep=2": (FULL, "full"),
     "qwen3_moe_toy tp=2 ep=4 dp=2 gbs=2": (TE, "te"),
-    "moonlight_1b tp=2 ep=2": (FULL, "full"),
-    "nemotron3_nano_toy dp=2 ep=2 gbs=2": (FULL, "full"),
     "qwen3_moe_toy guard=products": (TE, "te"),
     "qwen3_moe_toy numerics=stock": (TE, "te"),
-    "nemotron3_nano_toy": (TE, "te"),
-    "qwen3_moe_toy cp=2 ep=2 seq=256": (FULL, "full"),
+    "qwen3_8b tp=2 pp=2 numerics=stock": (TE, "te"),
+    "qwen3_moe_toy dp=2 ep=2 gbs=2 numerics=stock model.overlap_moe_expert_parallel_comm=true": (TE, "te"),
+    "qwen3_toy dp=2 gbs=2 guard=shadow": (OFF, "off: guard=shadow: a captured step takes no other replica's data"),
     "qwen3_moe_toy cp=4 seq=512": (OFF, "off: numerics=tree: a captured layer gets a mask"),
     "qwen3_0p6b ddp.check_for_nan_in_grad=true": (TE, "te"),
     "qwen3_moe_toy numerics=portable": (OFF, "off: numerics=portable: experts have not been captured; "),
@@ -116,13 +117,28 @@ def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
     assert auto != named
 
 
-def test_experts_are_captured_whole_when_asked_where_no_graph_was_compared():
+# A model with experts -> the degrees of tp, cp and ep at which graphs of the whole step were compared with eager runs.
+COMPARED = {
+    "qwen3_moe_toy": "111 112 114 121 122 211 212",
+    "moonlight_toy": "111 112 211 212",
+    "nemotron3_nano_toy": "112",
+    "qwen3_next_toy": "111 112 211 212",
+}
+
+
+@pytest.mark.parametrize("model", COMPARED)
+def test_experts_are_captured_whole_when_asked_where_no_graph_was_compared(model):
     """The layers beside them decide, too."""
-    attention = compose("qwen3_moe_toy", ["cp=2", "ep=2", "seq=256"], device="gpu").config
-    delta_net = attention.with_fields("model", experimental_attention_variant="gated_delta_net")
-    assert graph_choice.beyond(attention, "full") == []
-    (why,) = graph_choice.beyond(delta_net, "full")
-    assert why == "of such a run with experts tpi captures the whole step when asked"
+    config = compose(model, ["cuda_graph=off"], device="gpu").config.with_fields("model", cuda_graph_impl=FULL)
+    names = [SHORT_KEYS[key].path.removeprefix("model.") for key in ("tp", "cp", "ep")]
+    whys = {
+        "".join(map(str, degrees)): graph_choice.beyond(
+            config.with_fields("model", **dict(zip(names, degrees, strict=True))), "full"
+        )
+        for degrees in itertools.product((1, 2, 4), (1, 2), (1, 2, 4))
+    }
+    assert {degrees for degrees, why in whys.items() if not why} == {*COMPARED[model].split()}
+    assert whys["421"] == ["of such a run with experts tpi captures the whole step when asked"]
 
 
 def test_a_recipe_decides_unless_auto_is_named():
