@@ -273,11 +273,10 @@ def _problems(
 def _relevant_fields(config: Any) -> dict[str, Any]:
     """Return the fields of a TransformerConfig without those that no rule knows and that have their default."""
     defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(config)}
-    known = (*model.KNOWN, *model.LAYERS_OFF, *model.EXPERTS_OFF)
     return {
         name: value
         for name, value in vars(config).items()
-        if name in known or (name in defaults and name[0] != "_" and value != defaults[name])
+        if name in model.KNOWN or (name in defaults and name[0] != "_" and value != defaults[name])
     }
 
 

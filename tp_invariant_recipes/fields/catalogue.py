@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.errors import Problem
-from tp_invariant_recipes.fields.field import UNKNOWN, BridgeField, BridgeSection, as_text
-from tp_invariant_recipes.fields.model import KNOWN, MODEL, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, REFUSED
+from tp_invariant_recipes.fields.field import NONE, BridgeField, BridgeSection, as_text
+from tp_invariant_recipes.fields.model import MODEL
 from tp_invariant_recipes.fields.optimizer import DDP, MIXED_PRECISION, OPTIMIZER, SCHEDULER
 from tp_invariant_recipes.fields.training import (
     CHECKPOINT,
@@ -32,7 +32,7 @@ from tp_invariant_recipes.fields.training import (
 from tp_invariant_recipes.settings.schema import PROVIDER, has_default
 from tp_invariant_recipes.settings.sections import OWN_KEYS
 
-# Sections whose rows say all that is allowed, in the order of messages. Rules of check/invariant/ say it of the others.
+# In the order of messages. Of `model` and `mixed_precision`, rules of check/invariant/ say more.
 SECTIONS: dict[str, BridgeSection] = {
     "optimizer": OPTIMIZER,
     "ddp": DDP,
@@ -64,11 +64,6 @@ def field_at(path: str) -> BridgeField | None:
     return _ALL[name].field(field) if name in _ALL else None
 
 
-def section_rows(name: str) -> Mapping[str, BridgeField]:
-    """Return the rows of a section by their fields; empty: it has none."""
-    return _ALL[name].named if name in _ALL else {}
-
-
 def adjustable() -> Iterable[tuple[str, BridgeField]]:
     """Paths of the fields that `numerics.adjust` sets right by their rows alone."""
     for name, section in _ALL.items():
@@ -85,16 +80,16 @@ def values_of(config: Any) -> dict[str, Any]:
 def refused(section: str, given: Mapping[str, Any], is_default: Callable[[str, Any], bool]) -> list[Problem]:
     """One problem for every field whose value is not allowed: the reason, and the values that are.
 
-    section: one of SECTIONS. given: name -> value, as a composed tree or an object of Megatron's has it.
-    is_default: whether a field has its class's default; asked of fields without a row alone, since it imports Bridge.
+    section: one of SECTIONS, or "model". given: name -> value, as a composed tree or an object of Megatron's has it.
+    is_default: whether a field has its class's default; asked of fields that nobody has read, since it imports Bridge.
     """
     problems = []
     for name, value in given.items():
         key = f"{section}.{name}"
         if name == PROVIDER or key in OWN_KEYS:
             continue
-        field, named = SECTIONS[section].field(name), name in SECTIONS[section].named
-        if not field.allowed.accepts(value) and (named or not is_default(name, value)):
+        field = _ALL[section].field(name)
+        if not field.allowed.accepts(value) and (field.allowed is not NONE or not is_default(name, value)):
             remedy = field.allowed.remedy.format(key=key)
             problems.append(Problem(f"{key}={as_text(value)}", field.why, remedy, rule="field"))
     return problems
@@ -103,12 +98,6 @@ def refused(section: str, given: Mapping[str, Any], is_default: Callable[[str, A
 def refused_of(section: str, part: Any) -> list[Problem]:
     """List what `refused` says of an object of Megatron's."""
     return refused(section, values_of(part), partial(has_default, type(part)))
-
-
-def unknown_of_model(given: Iterable[str]) -> list[Problem]:
-    """One problem for every field of a model that nobody has read. given: the fields that a run sets."""
-    names = set(given) - KNOWN - REFUSED - {*MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, PROVIDER}
-    return [Problem(f"model.{name}", UNKNOWN, "leave it unset") for name in sorted(names)]
 
 
 def in_fingerprint(path: str) -> bool:

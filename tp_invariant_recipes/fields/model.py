@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of a model. Somebody has read what each of these does to the order of sums.
 
-Any value is as good as another, unless a rule of check/invariant/ says otherwise. tpi refuses a run that sets a field
-that nobody has read. A ~ is before fields that are no part of a run's fingerprint, as in the other sections: they say
-how a model is cut, which code computes it and when, or where something lies.
+With ANY any value is as good as another, unless a rule of check/invariant/ says otherwise. tpi refuses a run that sets
+a field that nobody has read. A ~ is before fields that are no part of a run's fingerprint, as in the other sections:
+they say how a model is cut, which code computes it and when, or where something lies.
 """
 
 from tp_invariant_recipes.fields.field import (
@@ -40,7 +40,7 @@ MODEL = section(
         "~attention_softmax_in_fp32 calculate_per_token_loss "
         "experimental_attention_variant gated_linear_unit interleaved_attn_pattern "
         "is_vision_language layernorm_zero_centered_gamma mtp_num_layers mtp_use_repeated_layer "
-        "multi_latent_attention normalization qk_layernorm "
+        "multi_latent_attention normalization qk_layernorm mtp_hybrid_override_pattern "
         "scatter_embedding_sequence_parallel share_embeddings_and_output_weights softmax_type", "mathematics"),
     row(ANY, "attention_dropout hidden_dropout", "mathematics", BELOW_1),
     row(ANY, "glu_linear_offset", "mathematics", SIGNED),
@@ -110,10 +110,14 @@ MODEL = section(
         "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards mlp_chunks_for_training",
         UNKNOWN, COUNT),
     row(NONE, "seq_len_interpolation_factor", UNKNOWN, POSITIVE),
-    row(NONE, "moe_input_jitter_eps", UNKNOWN, BELOW_1),
     row(NONE, "~activation_offload_fraction hybrid_attention_ratio hybrid_mlp_ratio", UNKNOWN, SHARE),
-    row(NONE, "moe_router_force_biased mup_attn_scale_power ~delta_offload_bytes_across_pp_ranks", UNKNOWN, SIGNED),
-    # Another value of a recipe becomes this one; rules of check/invariant/ refuse it where it is typed.
+    row(NONE, "mup_attn_scale_power ~delta_offload_bytes_across_pp_ranks", UNKNOWN, SIGNED),
+    row(_OFF, "qk_l2_norm ~dense_grouped_gemm use_kitchen heterogeneous_block_specs fp32_residual_connection "
+        "symmetric_ar_type inference_fuse_tp_communication fp16 qk_clip log_max_attention_logit "
+        "moe_enable_routing_replay moe_apply_probs_on_input cache_mla_latents", "the invariant layers lack it"),
+    row(only(None, 0.0), "moe_input_jitter_eps", "noise has other numbers in every layout", BELOW_1),
+    row(NULL, "moe_router_force_biased", "it is a benchmark's: the model's own router decides", SIGNED),
+    # Another value of a recipe becomes this one.
     row(_OFF, "~moe_router_fusion", "the invariant router has no fused version", adjust_to=False),
     row(_OFF, "moe_router_force_load_balancing", "it is a benchmark's: the model's own router decides",
         adjust_to=False),
@@ -128,44 +132,15 @@ MODEL = section(
     row(NULL, "moe_expert_rank_capacity_factor", _ROOM, adjust_to=None),
     row(_OFF, "moe_paged_stash", _ROOM, adjust_to=False),
     row(NULL, "moe_mlp_glu_interleave_size", "gate and up stay one after the other", adjust_to=None),
-    row(ON, "~disable_bf16_reduced_precision_matmul", "cuBLAS may otherwise add in bf16", adjust_to=True),
+    row(ON, "~disable_bf16_reduced_precision_matmul", "cuBLAS may add partial sums of a GEMM in bf16", adjust_to=True),
     row(_OFF, "~cpu_offloading ~fine_grained_activation_offloading", "activations stay where they are",
         adjust_to=False),
-    # Refused unless they have their default, by rules of check/invariant/ or since nobody has read them.
+    # Refused unless they have their default, since nobody has read them.
     row(NONE, "~_target_ ~batch_invariant_mode ~cpu_offloading_activations ~cpu_offloading_double_buffering "
         "~cpu_offloading_retain_pinned_cpu_buffers ~cpu_offloading_weights ~cuda_graph_retain_backward_graph "
-        "~cuda_graph_use_single_mempool ~dense_grouped_gemm ~ep_overlap_early_attn_memory_release "
+        "~cuda_graph_use_single_mempool ~ep_overlap_early_attn_memory_release "
         "~inference_moe_token_dispatcher_type ~overlap_p2p_comm_warmup_flush ~tp_comm_overlap_ag "
         "~tp_comm_overlap_cfg ~tp_comm_overlap_disable_fc1 ~tp_comm_overlap_disable_qkv ~tp_comm_overlap_rs "
         "~tp_comm_overlap_rs_dgrad ~use_grouped_gemm_for_dense_mlp", UNKNOWN),
 )  # fmt: skip
 KNOWN = frozenset(name for name, field in MODEL.named.items() if field.allowed is not NONE)
-
-
-# Fields of the model that replace the invariant layers or sums by others.
-LAYERS_OFF = (
-    *("qk_l2_norm", "use_transformer_engine_op_fuser", "use_transformer_engine_full_layer_spec"),
-    *("dense_grouped_gemm", "use_kitchen", "heterogeneous_block_specs", "fused_residual_rmsnorm"),
-    *("fp32_residual_connection", "symmetric_ar_type", "defer_embedding_wgrad_compute"),
-    *("inference_fuse_tp_communication", "cpu_offloading", "fine_grained_activation_offloading"),
-    *("fused_single_qkv_rope", "fp16", "qk_clip", "log_max_attention_logit"),
-)
-# Fields that say how the experts are computed and not what, or that benchmarks have: false is the model itself.
-EXPERTS_HOW = (
-    *("moe_router_force_load_balancing", "moe_router_fusion", "moe_router_padding_for_quantization"),
-    *("moe_router_padding_for_fp8", "moe_shared_expert_overlap", "moe_paged_stash", "moe_single_grouped_weight"),
-    *("use_grouped_gemm_for_shared_expert", "use_te_activation_func"),
-)
-# All fields that replace the invariant experts' sums, orders or modules by others.
-EXPERTS_OFF = (
-    *EXPERTS_HOW,
-    *("moe_input_jitter_eps", "moe_router_force_biased", "moe_enable_routing_replay", "moe_apply_probs_on_input"),
-    *("moe_expert_rank_capacity_factor", "moe_mlp_glu_interleave_size"),
-    "overlap_dispatch_backward_with_experts_wgrad",
-)
-# The same of multi-latent attention, and of MTP.
-LATENT_OFF = ("cache_mla_latents", "mla_down_proj_fusion")
-MULTI_TOKEN_OFF = ("mtp_detach_heads",)
-MULTI_TOKEN_PATTERN = "mtp_hybrid_override_pattern"
-# Every field with a rule of its own, or with the rule that it has no other value than its default.
-REFUSED = frozenset((*LAYERS_OFF, *EXPERTS_OFF, *LATENT_OFF))

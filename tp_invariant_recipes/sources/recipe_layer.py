@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tp_invariant_recipes.errors import ConfigError, refuse
-from tp_invariant_recipes.fields.model import KNOWN, REFUSED
+from tp_invariant_recipes.fields.model import KNOWN
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, field_table, finetuning, schema
 from tp_invariant_recipes.settings.sections import RecipeSettings
 from tp_invariant_recipes.sources import recipe_fields, recipe_process, recipe_source
@@ -64,7 +64,7 @@ COPIES = {"dataset.sequence_length"}
 # Fields of a provider that say which layers a model has.
 SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
 # Fields that rules read: each is specified, whatever its value.
-READ_BY_RULES = (KNOWN | REFUSED) - {*SPECS}
+READ_BY_RULES = KNOWN - {*SPECS}
 # Fields whose value says nothing, and attributes that nothing reads.
 INERT_VALUES = {
     "dataset.skip_getting_attention_mask_from_dataset": True,

@@ -256,7 +256,7 @@ def _muon_of_parts(mesh):
 # What a program builds, and the parts of each problem with it.
 REFUSED = {
     _several: (
-        *(("of norms only RMSNorm and LayerNorm",), ("dropout",), ("fused cross entropy",)),
+        *(("of norms only RMSNorm and LayerNorm",), ("dropout",), ("cross_entropy_loss_fusion=true: ",)),
         ("TPI_SHARDS=4 does not divide num_query_groups=2",),
         ("position_embedding_type=learned_absolute",),
     ),
@@ -268,7 +268,7 @@ REFUSED = {
     _unknown_field: [("calculate_per_token_loss: who counts the tokens is not known here; leave it unset",)],
     _another_model: [("LanguageModule has no invariant version",)],
     _reduced_precision: [
-        ("cuBLAS may add partial sums of a GEMM in bf16; disable_bf16_reduced_precision_matmul=true",)
+        ("disable_bf16_reduced_precision_matmul=false: cuBLAS may add partial sums of a GEMM in bf16",)
     ],
     _uneven_experts: [("must be a multiple of 32, not 16",)],
     _muon_of_parts: [("optimizer=muon muon_tp_mode=blockwise ", " has no invariant version")],

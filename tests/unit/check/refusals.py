@@ -184,20 +184,13 @@ WITHOUT_EFFECT, typed: qwen3_toy
 INVARIANCE, or_stock: qwen3_toy numerics=tree
     own: model.use_mamba_mem_eff_path=false | model.normalization=L2Norm | numerics.initial_weights=megatron |
         numerics.grad_norm=fp64 | optimizer.muon_nesterov=true | optimizer.muon_tp_mode=duplicated |
-        optimizer.use_layer_wise_distributed_optimizer=true | model.qk_l2_norm=true |
-        model.use_transformer_engine_op_fuser=true | model.use_transformer_engine_full_layer_spec=true |
-        model.dense_grouped_gemm=true | model.use_kitchen=true | model.heterogeneous_block_specs=true |
-        model.fused_residual_rmsnorm=true | model.fp32_residual_connection=true | model.symmetric_ar_type=two_shot |
-        model.defer_embedding_wgrad_compute=true | model.inference_fuse_tp_communication=true |
-        model.cpu_offloading=true | model.fine_grained_activation_offloading=true | model.fused_single_qkv_rope=true
-        | model.fp16=true | model.qk_clip=true | model.log_max_attention_logit=true |
-        model.experimental_attention_variant=dsa | model.attention_backend=flash | model.softmax_type=off-by-one |
-        model.tp_comm_overlap=true | model.delay_wgrad_compute=true | model.cross_entropy_loss_fusion=true |
-        model.disable_bf16_reduced_precision_matmul=false | model.cp_comm_type=p2p | dataset.dataloader_type=cyclic
+        optimizer.use_layer_wise_distributed_optimizer=true | model.experimental_attention_variant=dsa |
+        model.attention_backend=flash | model.softmax_type=off-by-one | model.cp_comm_type=p2p |
+        dataset.dataloader_type=cyclic
     bias_activation_fusion: model.add_bias_linear=true model.bias_activation_fusion=true
         model.gated_linear_unit=false
     field: ddp.delay_wgrad_compute=true | ddp.grad_reduce_in_fp32=false | optimizer.optimizer=adaptive_muon |
-        dist.use_sharp=true
+        dist.use_sharp=true | model.disable_bf16_reduced_precision_matmul=false
     gtp_weight_remat_size+gtp_weight_remat_size: model.gtp_weight_remat_size=2
     precision: mixed_precision=fp16_mixed
     hidden_dropout: model.hidden_dropout=0.1 | model.attention_dropout=0.1
@@ -224,14 +217,8 @@ EXPERTS, or_stock: qwen3_moe_toy numerics=tree
         model.expert_model_parallel_size=8
     own: model.moe_ffn_hidden_size=48 | model.moe_router_load_balancing_type=sinkhorn |
         model.moe_router_load_balancing_type=[aux_loss] | model.moe_router_dtype=fp64 |
-        model.moe_token_dispatcher_type=flex | model.moe_router_force_load_balancing=1 | model.moe_router_fusion=1 |
-        model.moe_router_padding_for_quantization=1 | model.moe_router_padding_for_fp8=1 |
-        model.moe_shared_expert_overlap=1 | model.moe_paged_stash=1 | model.moe_single_grouped_weight=1 |
-        model.use_grouped_gemm_for_shared_expert=1 | model.use_te_activation_func=1 |
-        model.moe_input_jitter_eps=0.5 | model.moe_router_force_biased=1 |
-        model.moe_enable_routing_replay=1 | model.moe_apply_probs_on_input=1 |
-        model.moe_expert_rank_capacity_factor=1 | model.moe_mlp_glu_interleave_size=1 |
-        model.overlap_dispatch_backward_with_experts_wgrad=1
+        model.moe_token_dispatcher_type=flex
+    field: model.moe_input_jitter_eps=0.5 | model.moe_router_force_biased=1 | model.moe_shared_expert_overlap=true
     at_most+virtual_shards: model.num_moe_experts=1 model.seq_length=64
     activation_func: model.activation_func=torch.nn.functional.gelu | model.gated_linear_unit=false
     taken_fields: model.moe_router_force_load_balancing=false model.moe_router_fusion=false
@@ -282,7 +269,7 @@ AHEAD, or_stock: qwen3_toy numerics=tree model.mtp_num_layers=1 model.share_embe
     recomputes_several_layers: model.recompute_granularity=full model.recompute_method=uniform
         model.recompute_num_layers=2 | model.recompute_granularity=full model.recompute_method=uniform
         model.recompute_num_layers=1 model.recompute_method=block
-    own: model.mtp_use_repeated_layer=true | model.mtp_detach_heads=true
+    own: model.mtp_use_repeated_layer=true
     taken: tp=2 pp=2 gbs=4 | model.mtp_num_layers=2 | model.recompute_granularity=full
         model.recompute_method=uniform model.recompute_num_layers=1
 AHEAD_TYPED, typed: qwen3_toy model.mtp_num_layers=1
@@ -314,8 +301,8 @@ YARN, typed, or_stock: qwen3_toy model.position_embedding_type=yarn model.yarn_r
     cuts_sequences: numerics.context_shards=2
 LATENT, or_stock: deepseek_v3_toy numerics=tree
     own: model.multi_latent_attention=false | model.qk_layernorm=false | model.apply_rope_fusion=true |
-        model.recompute_granularity=selective | model.moe_shared_expert_overlap=true | model.cache_mla_latents=true
-        | model.mla_down_proj_fusion=true
+        model.recompute_granularity=selective
+    field: model.moe_shared_expert_overlap=true | model.cache_mla_latents=true
     split: model.tensor_model_parallel_size=2 model.num_moe_experts=null numerics.expert_groups=null
     multiple+num_query_groups: model.num_query_groups=16
     add_bias_linear: model.add_qkv_bias=true

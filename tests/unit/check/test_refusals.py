@@ -42,14 +42,6 @@ def test_hydra_gives_the_same_problem(family, words):
     assert rules_of(problems(f"{FAMILIES[family].run} {words}")) == FAMILIES[family].refused[words]
 
 
-def test_a_model_without_experts_may_have_the_settings_of_experts():
-    rows = FAMILIES["EXPERTS"]
-    words = " ".join(rows.refused)
-    assert [problem for problem in problems(rows.run, words) if problem.startswith("numerics=")]
-    actual = problems(rows.run, f"{words} model.num_moe_experts=null")
-    assert not [problem for problem in actual if problem.startswith("numerics=")]
-
-
 @pytest.mark.parametrize("family, words", TAKEN, ids=ids_of(TAKEN))
 def test_a_neighbour_composes(family, words):
     assert problems(f"{FAMILIES[family].run} {words}") == []

@@ -140,7 +140,7 @@ TREE = {name: {"kept": 1} for name in table.SECTIONS} | {
     "mixed_precision": "bf16_mixed", "train": {"train_iters": 10}, "scheduler": {"lr_decay_iters": 10},
     "data": {"kind": "mock"},
 }  # fmt: skip
-_ROWS = {name: catalogue.section_rows(name) for name in table.SECTIONS}
+_ROWS = {name: catalogue._ALL[name].named for name in table.SECTIONS}
 MARKED = sorted(f"{name}.{field}" for name, rows in _ROWS.items() for field, row in rows.items() if not row.compared)
 
 

@@ -19,7 +19,7 @@ KEYS = {
     "the recipe sets a.b to an object; leave it out of the recipe, or numerics=stock": [],
     "numerics=tree: x; precision=bf16 or precision=fp32": ["precision=bf16"],
     "x; model.hidden_dropout=0, model.attention_dropout=0": ["model.hidden_dropout=0", "model.attention_dropout=0"],
-    "model.a: the invariant numerics do not know this field; leave it unset": [],
+    "model.a=1: the invariant numerics do not know this field; leave model.a unset": [],
     "etp * ep * pp = 8 does not divide the 2 ranks (tp * pp * cp * dp); raise dp or tp, or lower ep=8": ["dp=4"],
 }
 

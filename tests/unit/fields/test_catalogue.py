@@ -8,19 +8,19 @@ import torch
 
 from tests.rules import limits_of
 from tests.trees import with_fields
-from tp_invariant_recipes.check.invariant import invariance
-from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.errors import OR_STOCK, lines
+from tp_invariant_recipes.errors import lines
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields import field as rows
 from tp_invariant_recipes.fields.catalogue import SECTIONS, adjustable, field_at, in_fingerprint
-from tp_invariant_recipes.fields.field import ANY, BOOL, NONE, NOT_SET, NUMBER, THRESHOLD, UNKNOWN
+from tp_invariant_recipes.fields.field import ANY, BOOL, NONE, NOT_SET, NUMBER, THRESHOLD
+from tp_invariant_recipes.fields.model import MODEL
 from tp_invariant_recipes.settings import field_table, schema
 
+TABLES = {**SECTIONS, "model": MODEL}
 ROWS = [
     (section, name)
-    for section, table in SECTIONS.items()
+    for section, table in TABLES.items()
     for name, field in table.named.items()
     if field.allowed is not NONE
 ]
@@ -88,29 +88,16 @@ def test_what_a_recipe_is_adjusted_to_is_allowed():
 CLASSES = schema.BRIDGE_SECTIONS | {"model": schema.PROVIDERS[0], "mixed_precision": schema.MIXED_PRECISION}
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", TABLES)
 def test_every_field_of_bridge_has_a_row_or_keeps_its_default(section):
     """All fields of the section's class, and one that a later release may add."""
     default, other = object(), object()
     for name in (*field_table.read()[CLASSES[section]], "a_field_of_a_later_release"):
-        named = name in SECTIONS[section].named
-        row = SECTIONS[section].field(name)
-        assert refused(section, {name: default}, default=default if not named else NOT_SET) == [] or named
+        row = TABLES[section].field(name)
+        assert (refused(section, {name: default}, default=default) == []) == (row.allowed in (ANY, NONE)), name
         problems = refused(section, {name: other}, default=default)
         assert (problems == []) == row.allowed.accepts(other), name
         assert all(problem.startswith(f"{section}.{name}=") for problem in problems)
-
-
-def test_every_field_of_a_model_has_a_row_or_keeps_its_default(monkeypatch):
-    default, rules = object(), [rule for rule in invariance.RULES if rule.test is invariance._unknown]
-    monkeypatch.setattr(schema, "is_default", lambda section, sections, name, value: value is default)
-    for name in (*field_table.read()[CLASSES["model"]], "a_field_of_a_later_release"):
-        message = {value: broken_rules(with_fields(TREE, **{f"model__{name}": value}), rules) for value in (default, 1)}
-        assert message[default] == []
-        row = name in catalogue.KNOWN | catalogue.REFUSED | {*catalogue.MULTI_TOKEN_OFF, catalogue.MULTI_TOKEN_PATTERN}
-        assert lines(message[1]) == (
-            [] if row else [f"numerics=tree: model.{name}: {UNKNOWN}; leave it unset", OR_STOCK]
-        )
 
 
 def test_a_field_has_one_row():
@@ -128,7 +115,7 @@ def test_sections_that_only_read_or_are_off_take_any_other_field():
     assert refused("nvrx_straggler", {"enabled": True}) != []
 
 
-@pytest.mark.parametrize("section", [name for name in SECTIONS if name not in OPEN])
+@pytest.mark.parametrize("section", [name for name in TABLES if name not in OPEN])
 def test_a_field_of_a_later_release_is_refused(section):
     name = "a_field_of_a_later_release"
     given = TREE.with_fields(section, **{name: 1})

@@ -20,7 +20,6 @@ from tp_invariant_recipes.check.rule import (
 )
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields import catalogue
-from tp_invariant_recipes.fields.model import LAYERS_OFF
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import covered_layers
 from tp_invariant_recipes.settings import finetuning, low_precision, schema
@@ -127,36 +126,16 @@ LIMITS = (
     ),
     _sinks(has("multi_latent_attention"), "MLA with attention sinks has no invariant version",
         "model.softmax_type=vanilla"),
-    *(limit(has(field), f"model.{field} is not covered", "leave it unset") for field in LAYERS_OFF),
-    limit(has("tp_comm_overlap"), "overlapped collectives add in an order of their own",
-        "model.tp_comm_overlap=false"),
-    limit(lambda t: not t.model.get("disable_bf16_reduced_precision_matmul"),
-        "cuBLAS may add partial sums of a GEMM in bf16", "model.disable_bf16_reduced_precision_matmul=true"),
-    limit(has("delay_wgrad_compute"), "delayed weight gradients are not covered", "model.delay_wgrad_compute=false"),
-    limit(has("cross_entropy_loss_fusion"), "the fused cross entropy would bypass the invariant one",
-        "model.cross_entropy_loss_fusion=false"),
 )  # fmt: skip
 
 
-def _unknown(config: RunConfig) -> list[Problem]:
-    """Return a field that is off, as its class has it, changes nothing.
-
-    tpi asks Bridge of these alone: its import is slow.
-    """
-    return [
-        problem
-        for name in sorted(config.model)
-        for problem in catalogue.unknown_of_model([name])
-        if not schema.is_default("model", config.sections, name, config.model[name])
-    ]
-
-
 def _fields(config: RunConfig) -> list[Problem]:
+    """Return the fields of Bridge with other values than their rows of the catalogue allow."""
     return [
         problem
-        for name in catalogue.SECTIONS
+        for name in ("model", *catalogue.SECTIONS)
         for problem in catalogue.refused(name, config.section(name), partial(schema.is_default, name, config.sections))
     ]
 
 
-RULES = (*LIMITS, limit(_unknown), limit(_fields), *shards.RULES, *fsdp.RULES, Rule(fp8.borders, stock=True))
+RULES = (*LIMITS, limit(_fields), *shards.RULES, *fsdp.RULES, Rule(fp8.borders, stock=True))

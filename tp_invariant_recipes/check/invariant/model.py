@@ -17,7 +17,6 @@ from tp_invariant_recipes.check.rule import (
     unsplit,
 )
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
-from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF, LATENT_OFF, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.experts import expert_placement
 from tp_invariant_recipes.numerics.megatron import covered_layers, families
@@ -65,7 +64,6 @@ LATENT_LIMITS = (
     _latent_row(has("recompute_granularity"),
         "recomputation of multi-latent attention was not shown to have the same bits",
         "model.recompute_granularity=null"),
-    *(_latent_row(has(field), f"model.{field} is not covered", "leave it unset") for field in LATENT_OFF),
 )  # fmt: skip
 
 
@@ -73,7 +71,7 @@ LATENT_LIMITS = (
 
 MULTI_TOKEN = "mtp_num_layers"
 REPEATED = "mtp_use_repeated_layer"
-PATTERN = MULTI_TOKEN_PATTERN
+PATTERN = "mtp_hybrid_override_pattern"
 WITHOUT = f"model.{MULTI_TOKEN}=null"
 
 
@@ -118,7 +116,6 @@ MULTI_TOKEN_LIMITS = (
         "whole layers are recomputed", "model.recompute_granularity=selective"),
     _ahead_row(_recomputes_several_layers, "Megatron-Core recomputes the layers of MTP one by one",
         "model.recompute_method=uniform, model.recompute_num_layers=1"),
-    *(_ahead_row(has(field), f"model.{field} is not covered", "leave it unset") for field in MULTI_TOKEN_OFF),
 )  # fmt: skip
 
 
@@ -291,12 +288,4 @@ EXPERT_LIMITS = (
         "the flex dispatcher has no invariant version", "model.moe_token_dispatcher_type=alltoall"),
     _expert_row(lambda t: t.model.get(Z_LOSS) and t.model.get("mtp_use_repeated_layer"),
         "one layer for all depths of MTP has no z-loss", f"model.{Z_LOSS}=null"),
-    *(
-        _expert_row(
-            has(field),
-            f"model.{field} is not covered",
-            f"{f'model.{field}=false' if field in EXPERTS_HOW else 'leave it unset'}",
-        )
-        for field in EXPERTS_OFF
-    ),
 )  # fmt: skip

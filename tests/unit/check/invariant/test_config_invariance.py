@@ -60,7 +60,8 @@ def test_several_limits_are_listed_and_the_way_out_is_reported_once():
         "2 problems in this configuration:",
         "  - numerics=tree: stages wait for each other where a captured step cannot; pp=1, or with numerics=tree "
         "cuda_graph=te",
-        "  - numerics=tree: delayed weight gradients are not covered; model.delay_wgrad_compute=false",
+        "  - numerics=tree: model.delay_wgrad_compute=true: the invariant sums have an exchange of their own; "
+        "model.delay_wgrad_compute=false or null",
         "for the invariant numerics: change these, or numerics=stock",
     ]
 
@@ -72,9 +73,9 @@ def test_what_stock_numerics_would_refuse_too_does_not_end_with_stock(override):
 
 def test_a_field_of_the_model_that_no_rule_knows_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(schema, "is_default", lambda *field: False)  # asks Bridge
-    unknown = {"model__test_mode": True, "model__a_field_of_a_later_release": 1, "model__use_mup": None}
+    unknown = {"model__test_mode": True, "model__use_mup": None}
     assert limits_of(with_fields(TREE, **unknown)) == [
-        f"numerics=tree: model.{name}: the invariant numerics do not know this field; leave it unset"
-        for name in ("a_field_of_a_later_release", "test_mode", "use_mup")
+        f"numerics=tree: model.{field}: the invariant numerics do not know this field; leave model.{name} unset"
+        for field, name in (("test_mode=true", "test_mode"), ("use_mup=null", "use_mup"))
     ]
     assert limits_of(with_fields(TREE, **unknown, numerics__mode="stock")) == []
