@@ -97,7 +97,6 @@ class Comparison:
     trace: TraceCoverage
     refused: tuple[HeaderDifference, ...]  # differing fields of the identity, which make the runs incomparable
     informed: tuple[HeaderDifference, ...]  # the other header fields that differ
-    listed: dict[str, tuple[int, ...]]  # of COVERED: the first few steps at which both runs have it
     digested: tuple[bool, bool]  # whether a, and b, has a digest at any step, compared or not
     later: tuple[int | None, int | None]  # after the end of the other run: the first step with disagreeing replicas
     traced: bool  # whether both runs traced the first differing step
@@ -188,7 +187,6 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
         trace=tally.trace,
         refused=refused,
         informed=informative_differences(a.header, b.header),
-        listed={name: tuple(steps) for name, steps in tally.listed.items()},
         digested=(tally.digested[0], tally.digested[1]),
         later=(tally.later[0], tally.later[1]),
         traced=tally.first is not None and all(record.trace is not None for record in tally.around[tally.first[0]]),

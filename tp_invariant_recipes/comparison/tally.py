@@ -16,7 +16,6 @@ from tp_invariant_recipes.comparison.step_order import (
 )
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, StepRecord
 
-LISTED = 5  # steps, of those that have digests of a kind
 COVERED = (*RECORDS, *EVALUATED)  # what only some steps have
 
 
@@ -64,7 +63,6 @@ class Tally:
     differing, skipped: numbers of steps that differ, and that both runs skipped.
     first:       the first differing step, and what differs first in it; None: none.
     around:      the records of both runs of that step and the one before it, by step.
-    listed:      name of COVERED -> the first LISTED steps at which both runs have it.
     tensors:     kind of digest -> those that were compared at every step at which both runs have the kind.
     unmatched:   name of what only one run has, and whether that is the first -> the first such step.
     digested:    of either run, whether it has a digest at any step, compared or not.
@@ -83,7 +81,6 @@ class Tally:
         self.compared = self.differing = self.skipped = 0
         self.first: tuple[int, ValueDifference] | None = None
         self.around: dict[int, tuple[StepRecord, StepRecord]] = {}
-        self.listed: dict[str, list[int]] = {name: [] for name in COVERED}
         self.tensors: dict[str, set[str]] = {}
         self.unmatched: dict[tuple[str, bool], int] = {}
         self.digested = [False, False]
@@ -98,7 +95,9 @@ class Tally:
             if record is not None and not self.digested[side]:
                 self.digested[side] = any(getattr(record, kind) is not None for kind in DIGESTED)
         if a is None or b is None:
-            self._add_alone(a, b)
+            for side, record in enumerate((a, b)):
+                if record is not None and record.diverged and self.later[side] is None:
+                    self.later[side] = record.step
             return
         self.compared += 1
         self.skipped += a.skipped and b.skipped
@@ -110,12 +109,6 @@ class Tally:
         self._cover(a, b)
         self._cover_evaluations(a, b)
         self._cover_trace(a, b)
-
-    def _add_alone(self, *records: StepRecord | None) -> None:
-        """Note a step that one run makes after the other's end."""
-        for side, record in enumerate(records):
-            if record is not None and record.diverged and self.later[side] is None:
-                self.later[side] = record.step
 
     def _differences(self, a: StepRecord, b: StepRecord) -> None:
         difference = next(differences(a, b, self.order, repetition=self._repetition), None)
@@ -147,8 +140,6 @@ class Tally:
                     known = self.tensors.setdefault(name, set(there[0]))
                     if not known == there[0].keys() == there[1].keys():
                         known &= there[0].keys() & there[1].keys()
-                if len(self.listed[name]) < LISTED:
-                    self.listed[name].append(a.step)
             elif here or other:
                 self._counts[name][1 if here else 2] += 1
 
@@ -157,8 +148,6 @@ class Tally:
             first, second = (tensors(record, data, ()).keys() for record in (a, b))
             for n, names in enumerate((first & second, first - second, second - first)):
                 self._counts[data][n] += bool(names)
-            if first & second and len(self.listed[data]) < LISTED:
-                self.listed[data].append(a.step)
 
     def _cover_trace(self, a: StepRecord, b: StepRecord) -> None:
         if a.trace is None or b.trace is None:

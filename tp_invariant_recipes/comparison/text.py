@@ -10,7 +10,7 @@ from tp_invariant_recipes.comparison.compare import Comparison, Verdict
 from tp_invariant_recipes.comparison.explanation import LABELS, run_name
 from tp_invariant_recipes.comparison.magnitude import DUMPED, magnitude_line
 from tp_invariant_recipes.comparison.step_order import FIELD, FIELDS, INITIAL, parameter_of
-from tp_invariant_recipes.comparison.tally import LISTED, Coverage, ParameterDifference
+from tp_invariant_recipes.comparison.tally import Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.reader import same_file
 from tp_invariant_recipes.ledger.run_files import changes, spans_in_words
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
@@ -304,9 +304,6 @@ def _at(comparison: Comparison, name: str) -> str:
     both, compared = comparison.coverage[name].both, comparison.steps_compared
     if both == compared or (name in FLOATS and both == compared - comparison.steps_skipped):
         return ""
-    if name in (*_OF_STATE, *EVALUATED) and both <= LISTED:
-        steps = [str(step) for step in comparison.listed[name]]
-        return f" (at step{'s' if len(steps) > 1 else ''} {_series(steps)})"
     return f" (at {both} of {plural(compared, 'step')})"
 
 

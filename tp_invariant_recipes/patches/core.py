@@ -13,7 +13,6 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes import saved_names
-from tp_invariant_recipes.patches import patch
 from tp_invariant_recipes.patches.patch import Form, Looks, Patch
 from tp_invariant_recipes.start import forking
 
@@ -96,12 +95,6 @@ def momentum(optimizer: Any, config: Any = None) -> None:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
-def _none_for_sgd() -> bool:
-    """Whether the installed function makes SGD without a function for its state."""
-    made = patch.source("megatron.core", "optimizer/__init__.py", "_get_megatron_optimizer_based_on_param_groups")
-    return "init_state_fn = None" in made.partition("optimizer = SGD(")[2].partition("else:")[0]
-
-
 def as_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace get_gpt_layer_local_submodules: checkpoints have the names of Transformer Engine's layers."""
 
@@ -112,12 +105,6 @@ def as_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         return replace(layer, sharded_state_dict_keys_map=attention | ({} if num_experts else saved_names.DENSE))
 
     return get_gpt_layer_local_submodules
-
-
-def _shared_key_map() -> bool:
-    """Whether the installed function has one table of names, for dense layers without MLA."""
-    function = patch.source("megatron.core", "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules")
-    return function.count("sharded_state_dict_keys_map") == 1
 
 
 _WRITER = "dist_checkpointing.strategies.filesystem_async"
@@ -155,7 +142,14 @@ CHECKPOINTS = (
     Patch(
         name="core-sgd-state",
         package="megatron-core",
-        need=Looks(_none_for_sgd, "an SGD with init_state_fn = None"),
+        need=Looks(
+            Form(
+                "optimizer/__init__.py",
+                "_get_megatron_optimizer_based_on_param_groups",
+                has="momentum=config.sgd_momentum,\n            )\n            init_state_fn = None",
+            ),
+            "an SGD with init_state_fn = None",
+        ),
         replaces={"megatron.core.optimizer.optimizer:MegatronOptimizer.__init__": with_a_state},
         why="with optimizer.optimizer=sgd a run cannot continue: Megatron-Core calls a function that makes the "
         "optimizer's state before it loads a checkpoint, and has none for SGD",
@@ -164,7 +158,12 @@ CHECKPOINTS = (
     Patch(
         name="core-local-names",
         package="megatron-core",
-        need=Looks(_shared_key_map, "get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map"),
+        need=Looks(
+            Form(
+                "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules", has="sharded_state_dict_keys_map={"
+            ),
+            "get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map",
+        ),
         replaces={"megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules": as_transformer_engine},
         why="with model.transformer_impl=local Megatron-Core saves norms of experts' layers and of MLA "
         "under other names than with Transformer Engine's layers, so that neither reads the other's checkpoints",

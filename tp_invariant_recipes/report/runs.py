@@ -15,8 +15,8 @@ from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
-from tp_invariant_recipes.ledger.run_files import ProgressLine, Restart
-from tp_invariant_recipes.reading import Listed, Record, checked, parse_json
+from tp_invariant_recipes.ledger.run_files import ProgressLine, RunFile
+from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.text import plural, single_line
 
@@ -37,7 +37,7 @@ class Run:
     name: str
     ledger: Ledger
     timings: tuple[ProgressLine, ...]
-    file: "StartedRun | None"
+    file: RunFile | None
     unread: int
 
     @property
@@ -100,15 +100,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartedRun(Record):
-    """`run.json`, as far as a page shows it."""
-
-    model: str = ""
-    overrides: Listed[str] = ()
-    attempts: Listed[Restart] = ()
-
-
 @dataclass(frozen=True)
 class Report:
     """Runs, and the comparison of each later run with the first."""
@@ -154,7 +145,7 @@ def _run(letter: str, name: str, ledger: Ledger) -> Run:
         return Run(letter, name, ledger, (), None, 0)
     run_dir, file = RunDir(ledger.run_directory), None
     with suppress(RunError):
-        file = run_dir.read_run(StartedRun)
+        file = run_dir.read_run(RunFile)
     timings, unread = _timings(run_dir.progress)
     return Run(letter, name, ledger, timings, file, unread)
 

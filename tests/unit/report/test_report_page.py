@@ -44,6 +44,14 @@ def write_run(
     return folder
 
 
+def run_file(run: Path, *attempts: Restart) -> None:
+    file = RunFile(
+        model="qwen3_8b", overrides=("lr=1", "data.path=/text"), device="gpu", layout={}, identity={},
+        identity_hash="0" * 64, attempts=attempts,
+    )  # fmt: skip
+    (run / "run.json").write_text(json.dumps(file.as_json()))
+
+
 def html_of(*runs: Path) -> str:
     report = gather(runs)
     return page.page(report, page.sections(report))
@@ -107,11 +115,7 @@ def test_the_first_table_says_what_was_trained_where_and_how_it_ended(tmp_path):
     attempt = {
         "host": "node7", "time": "2026-01-02T03:04:05+0000", "to_step": 6, "outcome": "failed", "why": "a reason",
     }  # fmt: skip
-    file = RunFile(
-        model="qwen3_8b", overrides=("lr=1", "data.path=/text"), device="gpu", layout={}, identity={},
-        identity_hash="0" * 64, attempts=(Restart(**attempt), Restart(**attempt | {"host": "node8"})),
-    )  # fmt: skip
-    (run / "run.json").write_text(json.dumps(file.as_json()))
+    run_file(run, Restart(**attempt), Restart(**attempt | {"host": "node8"}))
     (read,) = gather([run]).runs
     facts = {
         "model": "qwen3_8b", "data": "data.path=/text", "numerics": "tree", "layout": "tp=2",
@@ -138,7 +142,7 @@ def reports(folder: Path) -> Iterator[tuple[str, tuple[Path, ...]]]:
     yield "three runs", (first, differing, write_run(folder / "tp4", steps=5))
     yield "a run without digests at a common step", (write_run(folder / "seldom", every=7), first)
     torn = write_run(folder / "torn")
-    (torn / "run.json").write_text(json.dumps({"attempts": [{"to_step": 9}, {"to_step": 20}]}))
+    run_file(torn, Restart(to_step=9), Restart(to_step=20))
     with (torn / "ledger.jsonl").open("a") as stream:
         stream.write('{"step": 7, "sam')
     yield "an unfinished torn run", (torn,)
