@@ -79,11 +79,8 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     returns:  [n, m, p] fp32: each shard's sum over segments, in order, of the segment's product, or the sums of
               neighbours: nodes of the tree over all shards, n a power of two.
     """
-    x, y, form = _wide(a), _wide(b), _looped
-    for other in (_in_place, _batched):
-        if is_exact(other, _looped, x, y, shards, segments):
-            form = other
-            break
+    x, y = _wide(a), _wide(b)
+    form = _in_place if is_exact(_in_place, _looped, x, y, shards, segments) else _looped
     summed = form(x, y, shards, segments).float()
     sampling.take_partials(a, b, summed, shards, segments)
     return summed
@@ -108,22 +105,12 @@ def _in_place(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> T
     return total
 
 
-def _batched(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
-    return _nodes(a, b, shards, segments, torch.bmm)
-
-
 def _looped(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
-    def products(a: Tensor, b: Tensor) -> Tensor:
-        return torch.stack([torch.mm(without_gaps(x), without_gaps(y)) for x, y in zip(a, b, strict=True)])
-
-    return _nodes(a, b, shards, segments, products)
-
-
-def _nodes(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...], products: Form) -> Tensor:
     total, start = None, 0
     for segment in segments:
         size = segment // shards
-        part = products(*along_k(a, b, start, size, size, shards))
+        operands = zip(*along_k(a, b, start, size, size, shards), strict=True)
+        part = torch.stack([torch.mm(without_gaps(x), without_gaps(y)) for x, y in operands])
         total, start = part if total is None else total.add_(part), start + segment
     assert total is not None
     return total[::2] + total[1::2] if _pairs(a, shards, segments) else total
