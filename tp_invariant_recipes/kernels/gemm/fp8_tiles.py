@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of kernels/gemm/fp8_tiles.py in Triton, by one fixed tile: of two matrices, and of experts' rows.
+"""GEMMs of FP8 operands in Triton, by one fixed tile: of two matrices, and of experts' rows.
 
 As in kernels/gemm/fixed_tile_gemm.py a program computes one tile of `out`, always with the same instructions
 over k in order, so a row's and a column's bits depend on nothing beside them. On Hopper `tl.dot` is four instructions
 of 32 for the 128 of k of a step; it starts with zeros, or with `max_num_imprecise_acc` adds its sum to what it is given
 in fp32.
-
-k may consist of pieces, each a product of its own. A program adds two of them before it writes (`pair_of_pieces`), so
-that a sum across shards reaches memory once.
 
 A product and a sum must not become an FMA, and the kernels are launched so (UNFUSED). An FMA is written as `tl.fma`.
 """
@@ -51,29 +48,17 @@ KINDS = {"tensor": 0, "1x128": 1, "128x128": 2}  # b's blocks -> KIND of the ker
 
 
 def gemm(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
-    """out = a @ b^T, or out += it; any operands of kernels/gemm/fp8_tiles.py.
+    """out = a @ b^T, or out += it; any operands of `kind`.
 
     a, b: [m, k] and [n, k] on a GPU; out: [m, n] fp32 or bf16, any strides.
     """
-    _launch(a, b, out, add, (0, a.data.shape[1], 0), pieces=1)
-
-
-def pair_of_pieces(a: Quantized, b: Quantized, out: Tensor, add: bool, first: int, size: int, second: int) -> None:
-    """out = the products of k[first …] and of k[second …], each `size` long, added in fp32; or out += that sum.
-
-    With blocks the three are multiples of 128.
-    """
-    _launch(a, b, out, add, (first, size, second - first), pieces=2)
-
-
-def _launch(a: Quantized, b: Quantized, out: Tensor, add: bool, cut: tuple[int, int, int], pieces: int) -> None:
     code = KINDS[kind(a, b)]
     m, n = out.shape
     if m and n:
         grid = (triton.cdiv(m, TILE) * triton.cdiv(n, TILE),)
         _product[grid](
-            a.data, b.data, out, a.scale, b.scale, m, n, *cut, a.data.stride(0), b.data.stride(0), *_strides(a),
-            *_strides(b), *out.stride(), KIND=code, ADD=add, PIECES=pieces, GROUP=GROUP, TILE=TILE, BLOCK=BLOCK,
+            a.data, b.data, out, a.scale, b.scale, m, n, a.data.shape[1], a.data.stride(0), b.data.stride(0),
+            *_strides(a), *_strides(b), *out.stride(), KIND=code, ADD=add, GROUP=GROUP, TILE=TILE, BLOCK=BLOCK,
             **_options(),
         )  # fmt: skip
 
@@ -162,9 +147,8 @@ def _sum(
 
 @triton.jit
 def _product(
-    a, b, out, sa, sb, m, n, first, size, second, a_row, b_row, sa_row, sa_k, sb_row, sb_k, out_row, out_column,
-    KIND: tl.constexpr, ADD: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    a, b, out, sa, sb, m, n, k, a_row, b_row, sa_row, sa_k, sb_row, sb_k, out_row, out_column,
+    KIND: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     of_group = GROUP * tl.cdiv(n, TILE)
     start = tl.program_id(0) // of_group * GROUP
@@ -174,23 +158,12 @@ def _product(
     row = ((start + place % height) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
     column = (tile_n * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
     rows, columns = row < m, column < n
-    a_at = a + row * a_row + first
-    b_at = b + column * b_row + first
-    sa_at = sa + row * sa_row + first // BLOCK * sa_k
-    sb_at = sb + (tile_n if KIND == 2 else column) * sb_row + first // BLOCK * sb_k
-    total = _sum(a_at, b_at, rows, columns, sa_at, sb_at, sa_k, sb_k, size, KIND, TILE, BLOCK)
+    sb_at = sb + (tile_n if KIND == 2 else column) * sb_row
+    total = _sum(
+        a + row * a_row, b + column * b_row, rows, columns, sa + row * sa_row, sb_at, sa_k, sb_k, k, KIND, TILE, BLOCK
+    )
     if KIND == 0:
-        scale = tl.load(sa) * tl.load(sb)
-        total *= scale
-    if PIECES == 2:
-        shift = second // BLOCK
-        term = _sum(
-            a_at + second, b_at + second, rows, columns, sa_at + shift * sa_k, sb_at + shift * sb_k, sa_k, sb_k, size,
-            KIND, TILE, BLOCK,
-        )  # fmt: skip
-        if KIND == 0:
-            term *= scale
-        total += term
+        total *= tl.load(sa) * tl.load(sb)
     out_at = out + row * out_row + column * out_column
     if ADD:
         total += tl.load(out_at, mask=rows & columns)

@@ -96,12 +96,7 @@ def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments) -> Tensor
 
     if not cublas.tried(_batch_is_exact, kind, a, trial):
         return None
-    if cublas.checking():
-        what = f"{shards} GEMMs of {[*a.shape]} @ {[*b.shape]} as a batch differ from the fixed-tile GEMM"
-        undetected = f"{what}: the runtime exactness check did not detect it"
-        return cublas.checked(compute, defined, a, b, terms, False, undetected)
-    compute(a, b, terms, False)
-    return terms
+    return cublas.compute(compute, defined, a, b, terms, False, f"a batch of {shards} GEMMs")
 
 
 def _batch(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
@@ -146,8 +141,9 @@ def in_one_launch(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.
     nodes = _empty(launches // width, x, y, dtype if launches == 1 else torch.float32)
     if not all(_matches_definition(a, b, nodes[0], cut, add=n > 0) for n, cut in enumerate(cuts[:width])):
         return None
+    what = f"the sum of {cuts[0].pieces} GEMMs in one launch"
     for n, cut in enumerate(cuts):
-        _compute(a, b, nodes[n // width], cut, add=n % width > 0)
+        cublas.compute(*_forms(cut), a, b, nodes[n // width], n % width > 0, what)
     return nodes
 
 
@@ -166,21 +162,6 @@ def _matches_definition(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> 
             return False
 
     return cublas.tried(_restarting_is_exact, kind, out, trial)
-
-
-def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
-    restarting, defined = _forms(cut)
-    if not cublas.checking():
-        restarting(a, b, out, add)
-        return
-    from tp_invariant_recipes.kernels.gemm.segmented_k_gemm import matrices
-
-    x, y = matrices(a, b)
-    what = (
-        f"the sum of {cut.pieces} GEMMs {[*x.shape]} @ {[*y.shape]} in one launch is not bitwise identical to "
-        f"the fixed-tile GEMM (add={add}): the runtime exactness check of products/contraction.py did not detect it"
-    )
-    cublas.checked(restarting, defined, a, b, out, add, what)
 
 
 def _forms(cut: Any) -> tuple[cublas.Product, cublas.Product]:

@@ -213,16 +213,24 @@ def agree_on(
     return True
 
 
-def checked(first: Product, defined: Product, a: Any, b: Any, out: Tensor, add: bool, what: str) -> Tensor:
-    """Both GEMMs on these operands; `out` gets the result of `first`. Raises RunError where their bits differ.
+def compute(first: Product, defined: Product, a: Any, b: Any, out: Tensor, add: bool, what: str) -> Tensor:
+    """Have `first` fill `out`, of which an exactness check has found that it has the bits of `defined`.
 
-    what: which GEMM it is, what has computed it, and where the exactness check is that did not see it; in words.
+    what:    what has computed which GEMM, in words.
+    returns: out.
+    raises RunError: TPI_CHECK_PRODUCTS=1, and on these operands their bits differ.
     """
+    if not checking():
+        first(a, b, out, add)
+        return out
     expected = like(out, 16)
     if add:
         expected.copy_(out)
     defined(a, b, expected, add)
     first(a, b, out, add)
     if not same_bits(out, expected):
-        raise RunError(f"{CHECK}=1: {what}")
+        raise RunError(
+            f"{CHECK}=1: {what} of {[*a.data.shape]} and {[*b.data.shape]} is not bitwise identical to the fixed-tile "
+            f"GEMM ({a.data.dtype} to {out.dtype}, add={add}): the runtime exactness check did not detect it"
+        )
     return out

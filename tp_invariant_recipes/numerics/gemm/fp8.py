@@ -7,7 +7,7 @@ where contraction.py's exactness check agrees, else one by one.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, batched, chain
 
 import torch
 from torch import Tensor
@@ -19,10 +19,6 @@ from tp_invariant_recipes.numerics.gemm import contraction, cublas, fp8_cublas
 from tp_invariant_recipes.numerics.gemm.contraction import Segments
 from tp_invariant_recipes.numerics.gemm.operands import every_part
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-
-# Multiplications of a sum of two GEMMs from which two launches of cuBLAS are faster than one of fixed-tile GEMMs, which
-# take twice a GEMM's time on a GPU, and the host a third of the time of a launch through Transformer Engine.
-WORTH = 2**32
 
 
 def gemm(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Tensor:
@@ -57,18 +53,11 @@ def on_cpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
 def _on_gpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
     from tp_invariant_recipes.kernels.gemm import fp8_tiles
 
-    if not fp8_cublas.matches_definition(a, b, out, add, fp8_tiles.gemm):
-        fp8_tiles.gemm(a, b, out, add)
-    elif cublas.checking():
-        what = (
-            f"an FP8 GEMM {[*a.data.shape]} @ {[*b.data.shape]}^T by cuBLAS is not bitwise identical to the "
-            "fixed-tile GEMM "
-            f"({b.blocks} to {out.dtype}, add={add}): the runtime exactness check of products/fp8_cublas.py "
-            "did not detect it"
-        )
-        cublas.checked(fp8_cublas.launch, fp8_tiles.gemm, a, b, out, add, what)
+    if fp8_cublas.matches_definition(a, b, out, add, fp8_tiles.gemm):
+        what = f"cuBLAS's FP8 GEMM with scales of {b.blocks}"
+        cublas.compute(fp8_cublas.launch, fp8_tiles.gemm, a, b, out, add, what)
     else:
-        fp8_cublas.launch(a, b, out, add)
+        fp8_tiles.gemm(a, b, out, add)
 
 
 def nodes(
@@ -84,30 +73,21 @@ def nodes(
               order, where a shard's term is the sum over segments, in order. Or the root of `dtype`, n = 1.
     raises RunError: TPI_CHECK_PRODUCTS=1, and the segmented-K GEMM is not bitwise identical.
     """
-    small = not mesh.graphs and a.data.shape[0] * b.data.shape[0] * a.data.shape[1] < WORTH
     root = dtype if mesh.size == 1 else torch.float32
-    if not small and (roots := contraction.in_one_launch(a, b, mesh.local, segments, dtype=root)) is not None:
-        return roots
+    roots = contraction.in_one_launch(a, b, mesh.local, segments, dtype=root)
+    return looped(a, b, mesh.local, segments) if roots is None else roots
+
+
+def looped(a: Quantized, b: Quantized, shards: int, segments: Segments) -> Tensor:
+    """As `nodes`, by a GEMM for each shard and segment. shards: of this rank."""
     # A term of several segments is a sum itself and needs a place of its own.
-    width = 1 if len(segments) > 1 else min(2, mesh.local)
-    shards = every_part(segments, mesh.local)
-    sums = [[*chain(*shards[first : first + width])] for first in range(0, mesh.local, width)]
-    return _added(a, b, sums, small)
-
-
-def _added(a: Quantized, b: Quantized, sums: list[list[slice]], small: bool) -> Tensor:
-    """Add the GEMMs of each sum's pieces of k, in order: [sums, m, n]. small: launches limit their speed."""
-    total = torch.empty(len(sums), a.data.shape[0], b.data.shape[0], device=a.data.device)
-    for slices, out in zip(sums, total, strict=True):
-        pieces = [(k.start, k.stop - k.start) for k in slices]
-        (first, size), (second, other) = pieces[0], pieces[-1]
-        if small and a.data.is_cuda and len(pieces) == 2 and size == other:
-            from tp_invariant_recipes.kernels.gemm import fp8_tiles
-
-            fp8_tiles.pair_of_pieces(a, b, out, False, first, size, second)
-        else:
-            for number, piece in enumerate(pieces):
-                gemm(a.along_k(*piece), b.along_k(*piece), out, add=number > 0)
+    width = 1 if len(segments) > 1 else min(2, shards)
+    pieces = batched(chain(*every_part(segments, shards)), width * len(segments))
+    total = torch.empty(shards // width, a.data.shape[0], b.data.shape[0], device=a.data.device)
+    for out, slices in zip(total, pieces, strict=True):
+        for number, k in enumerate(slices):
+            piece = k.start, k.stop - k.start
+            gemm(a.along_k(*piece), b.along_k(*piece), out, add=number > 0)
     return total
 
 

@@ -235,7 +235,7 @@ def test_live_operands_are_checked_on_request(library, monkeypatch, add):
     assert same_bits(defined.compute(a, b, out, add), expected)
     with pytest.raises(
         RunError,
-        match=r"TPI_CHECK_PRODUCTS=1: a GEMM \[16, 64\] @ \[64, 16\] by cuBLAS is not bitwise identical to the fixed",
+        match=r"TPI_CHECK_PRODUCTS=1: cuBLAS's GEMM of \[16, 64\] and \[64, 16\] is not bitwise identical to the fixed",
     ):
         defined.compute(a * 1000, b, out, add)
     monkeypatch.setattr(cublas_product, "checking", lambda: False)
