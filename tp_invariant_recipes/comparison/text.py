@@ -82,7 +82,7 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         sentences.append(f"Not compared: {_alone(comparison)}.")
     if comparison.verdict is not Verdict.NOT_COMPARABLE:
         sentences += [*machine_remark(comparison), *_later_replicas(comparison)]
-        sentences += [*_undigested(comparison), *_untraced(comparison), *_partly_evaluated(comparison)]
+        sentences += [*_undigested(comparison), *_partly_compared(comparison), *_untraced(comparison)]
         sentences += _next_command(comparison, dumped=distance is not None)
     return (*sentences, *stock_remark(comparison))
 
@@ -110,44 +110,32 @@ def machine_remark(comparison: Comparison) -> list[str]:
 
 
 def _undigested(comparison: Comparison) -> list[str]:
-    a, b = comparison.a, comparison.b
-    lacking = [run_name(ledger) for ledger, has in zip((a, b), comparison.digested, strict=True) if not has]
-    if lacking:
-        who = "neither run has any" if len(lacking) == 2 else f"{lacking[0]} has no"
-        return [f"Gradients and weights themselves are not compared: {who} digests (ledger.digests=1 records them)."]
-    reasons: dict[str, list[str]] = {}
-    for kind in DIGESTED:
-        coverage = comparison.coverage[kind]
-        if coverage.both or (coverage.only_a and coverage.only_b):
-            continue
-        if coverage.only_a or coverage.only_b:
-            lacks = comparison.b if coverage.only_a else comparison.a
-            reasons.setdefault(f"{run_name(lacks)} has no digests", []).append(LABELS[kind])
-        elif kind in _OF_STATE:
-            reasons.setdefault("neither run has digests at a common step", []).append(LABELS[kind])
-    parts = [f"{_series(labels)}, of which {reason}" for reason, labels in reasons.items()]
-    return [*([f"Not compared: {'; '.join(parts)}."] if parts else []), *_partly_compared(comparison)]
+    both = zip((comparison.a, comparison.b), comparison.digested, strict=True)
+    lacking = [run_name(ledger) for ledger, has in both if not has]
+    if not lacking:
+        return []
+    who = "neither run has any" if len(lacking) == 2 else f"{lacking[0]} has no"
+    return [f"Gradients and weights themselves are not compared: {who} digests (ledger.digests=1 records them)."]
 
 
 def _partly_compared(comparison: Comparison) -> list[str]:
-    """Return the kinds of digest that only some common steps have; for the state, `compared_values` names the rule."""
+    """Return what both runs have at some common steps alone; for the state, `compared_values` names the rule."""
     covered: dict[Coverage, list[str]] = {}
-    for kind in DIGESTED:
+    for kind in (*(DIGESTED if all(comparison.digested) else ()), "trace", *EVALUATED):
         coverage = comparison.coverage[kind]
-        partial = coverage.both and kind not in _OF_STATE
-        if coverage.both < comparison.steps_compared and (partial or (coverage.only_a and coverage.only_b)):
-            covered.setdefault(coverage, []).append(LABELS[kind])
-    return [
-        f"Digests of {_series(labels)} are compared at {_both(comparison, coverage)}."
-        for coverage, labels in covered.items()
-    ]
+        if kind in _OF_STATE:
+            partial = not coverage.both
+        else:
+            partial = kind in DIGESTED and 0 < coverage.both < comparison.steps_compared
+        if partial or coverage.only_a or coverage.only_b:
+            label = f"{LABELS[kind]}es" if kind in EVALUATED else LABELS.get(kind, "traces")
+            covered.setdefault(coverage, []).append(label)
+    sentences = (f"{_series(labels)} are compared at {_both(comparison, at)}." for at, labels in covered.items())
+    return [f"{sentence[0].upper()}{sentence[1:]}" for sentence in sentences]
 
 
 def _untraced(comparison: Comparison) -> list[str]:
-    coverage, trace = comparison.coverage["trace"], comparison.trace
-    sentences = []
-    if coverage.only_a or coverage.only_b:
-        sentences.append(f"Traces are compared at {_both(comparison, coverage)}.")
+    trace, sentences = comparison.trace, []
     for count, has, lacks in ((trace.only_a, comparison.a, comparison.b), (trace.only_b, comparison.b, comparison.a)):
         if count:
             tensors = f"{plural(count, 'traced tensor')} of {run_name(has)}"
@@ -157,14 +145,6 @@ def _untraced(comparison: Comparison) -> list[str]:
         tensors = plural(trace.undigested, "traced tensor")
         sentences.append(f"Not compared: {tensors} without a digest that two layouts share.")
     return sentences
-
-
-def _partly_evaluated(comparison: Comparison) -> list[str]:
-    return [
-        f"Equal sequences have a {LABELS[data]} at {_both(comparison, coverage)}."
-        for data in EVALUATED
-        if (coverage := comparison.coverage[data]).only_a or coverage.only_b
-    ]
 
 
 def _both(comparison: Comparison, coverage: Coverage) -> str:

@@ -9,11 +9,10 @@ as a table: its last dimension is the columns, the others together are the rows.
 import bisect
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,24 +145,6 @@ class Shards:
         for number, name in names.items():
             if placed.get(number) != tensors[name].numel():
                 problems.append(f"{name}: {placed.get(number, 0)} of {tensors[name].numel()} elements are placed")
-
-
-def covers(places: Iterable[TablePlace], shape: Sequence[int]) -> bool:
-    """Return whether places hold every element of a tensor of this shape exactly once."""
-    places = list(places)
-    total = int(np.prod(shape))
-    if not places or min(p.rows * p.columns for p in places) == 0:
-        return total == 0
-    rows = max(p.row + p.step * (p.rows - 1) for p in places) + 1
-    columns = max(p.column + p.columns for p in places)
-    if rows * columns != total:
-        return False
-    cuts = sorted({cut for p in places for cut in (p.column, p.column + p.columns)} | {0})
-    held = np.zeros((rows, len(cuts) - 1), dtype=np.int32)
-    index = {cut: n for n, cut in enumerate(cuts)}
-    for p in places:
-        held[p.row : p.row + p.step * p.rows : p.step, index[p.column] : index[p.column + p.columns]] += 1
-    return bool((held == 1).all())
 
 
 class _Memory:

@@ -18,10 +18,11 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
 from tp_invariant_recipes.numerics.sums.expert_groups import visits_of
+from tp_invariant_recipes.observe.digests.sums import covers
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
 from tp_invariant_recipes.observe.module_hooks import FORWARD, ModuleHooks, Seen
 from tp_invariant_recipes.observe.placement import CONSECUTIVE, Site
-from tp_invariant_recipes.observe.shards import covers, unwrapped
+from tp_invariant_recipes.observe.shards import unwrapped
 from tp_invariant_recipes.observe.union import Diverged, by_value, gathered
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.keys import nearest

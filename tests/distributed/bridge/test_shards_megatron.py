@@ -16,7 +16,8 @@ from tests.distributed.ranks import on_ranks
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import lanes
 from tp_invariant_recipes.kernels.launch import TensorPart
-from tp_invariant_recipes.observe.shards import Shards, covers, whole_name
+from tp_invariant_recipes.observe.digests.sums import covers
+from tp_invariant_recipes.observe.shards import Shards, whole_name
 
 pytestmark = pytest.mark.usefixtures("bridge")
 

@@ -111,7 +111,7 @@ def evaluated(name, evaluations):
 
 
 NONE = lambda step: False  # noqa: E731
-NO_STATE = "Not compared: clipped gradients and optimizer moments, of which neither run has digests at a common step."
+NO_STATE = "Clipped gradients and optimizer moments are compared at 0 of 5 steps."
 BARE = replace(HEADER, parameters=())
 
 

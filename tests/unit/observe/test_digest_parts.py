@@ -17,9 +17,9 @@ from tp_invariant_recipes.kernels.digest import LANES
 from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.numerics.gemm.cublas import tried, trying
 from tp_invariant_recipes.observe import union
-from tp_invariant_recipes.observe.digests.sums import coefficients, extent, fits, is_whole
+from tp_invariant_recipes.observe.digests.sums import coefficients, covers, extent, fits, is_whole
 from tp_invariant_recipes.observe.dithering import Dither, dithered
-from tp_invariant_recipes.observe.shards import _OwnerView, _table, _within, covers, whole_name
+from tp_invariant_recipes.observe.shards import _OwnerView, _table, _within, whole_name
 
 WRONG = (
     lambda places, n: places[:n] + places[n + 1 :],
@@ -56,6 +56,7 @@ def test_parts_are_the_whole_of_a_tensor_exactly_if_each_element_is_held_once(ta
     n = data.draw(st.integers(0, len(places) - 1))
     damaged = data.draw(st.sampled_from(WRONG))(places, n)
     assert not whole(damaged, shape)
+    assert not covers(damaged, shape)
 
 
 @pytest.mark.parametrize("shape, place", (((), TablePlace(0, 1, 1, 0, 1)), ((7168,), TablePlace(0, 1, 1, 0, 7168))))

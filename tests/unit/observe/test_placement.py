@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tp_invariant_recipes.kernels.digest import lanes
 from tp_invariant_recipes.kernels.launch import TensorPart
 from tp_invariant_recipes.observe import placement
+from tp_invariant_recipes.observe.digests.sums import covers
 from tp_invariant_recipes.observe.placement import ModuleRow, Site, row_of
-from tp_invariant_recipes.observe.shards import covers
 
 CONFIG = SimpleNamespace(
     hidden_size=8,

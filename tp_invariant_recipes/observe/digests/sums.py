@@ -44,6 +44,13 @@ def is_whole(extents: Sequence[int], elements: int) -> bool:
     return all(total % _PRIME == _geometric(x, elements) for total, x in zip(sums, _POINTS, strict=True))
 
 
+def covers(places: Sequence[TablePlace], shape: Sequence[int]) -> bool:
+    """Return whether places hold every element of a tensor exactly once. Its table ends with their last column."""
+    columns = max((place.column + place.columns for place in places), default=1)
+    extents = [extent(place, columns) for place in places] or [(0,) * EXTENT]
+    return is_whole([sum(numbers) for numbers in zip(*extents, strict=True)], math.prod(shape))
+
+
 def fits(place: TablePlace, shape: Sequence[int]) -> bool:
     """Return whether a place lies within a tensor of this shape."""
     rows, columns = math.prod(shape[:-1]), columns_of(shape)
