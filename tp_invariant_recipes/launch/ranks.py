@@ -135,6 +135,22 @@ def stopping() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def interruptible() -> Iterator[Stop]:
+    """Treat SIGTERM between two trainings as Ctrl-C, and count it; during one its launcher handles both."""
+    stop = Stop()
+
+    def interrupt(*_: Any) -> None:
+        stop.requests += 1
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run(
     run_dir: RunDir,
     device: str,

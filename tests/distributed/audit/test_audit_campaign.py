@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tpi audit --all`: what a refusal leaves, what a cell becomes, which references are equal, and in which order."""
+"""`tpi audit --all`: what a refusal leaves, what a cell becomes, and in which order."""
 
 import json
 from functools import cache
@@ -73,38 +73,17 @@ def test_a_hybrid_model_is_cut_to_two_stages_that_have_all_kinds_of_layers(patte
 
 
 class Answers:
-    """Stands for the processes of audits: they end in the order of their start. judged: a cell -> whether it is right;
-    None: Bridge refuses it."""
+    """Stands for audits. judged: a cell -> whether it is right; None: Bridge refuses it."""
 
     def __init__(self, judged, known=None) -> None:
-        self.known, self.references = known, []
-        self.judged, self.keys, self.most, self.started, self.settings = judged, [], 0, [], {}
+        self.judged, self.known, self.settings = judged, known, []
 
-    def __call__(self, stop):
-        return self
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def start(self, job, call) -> None:
-        self.keys.append(job)
-        self.settings[job] = call.args[2]
-        self.references.append({*call.args[4]})
-        self.started.append(job[0])
-        self.most = max(self.most, len(self.keys))
-
-    def next(self):
-        cell, _ = job = self.keys.pop(0)
-        if (sound := self.judged(cell)) is None:
-            return job, (None, {})
-        verdict = WITHIN if sound else BEYOND
-        trial = AuditRun(
-            self.settings[job], verdict, "text", None if sound else "gradients x", 1.0, None if sound else self.known
-        )
-        return job, (trial, {str(len(self.references) - 1): None})
-
-    def end(self) -> None:
-        self.keys.clear()
+    def __call__(self, model, words, settings, where, at):
+        self.settings.append(settings)
+        if (sound := self.judged(frozenset(settings))) is None:
+            return None
+        fault = (None, None) if sound else ("gradients x", self.known)
+        return AuditRun(settings, WITHIN if sound else BEYOND, "text", fault[0], 1.0, fault[1])
 
 
 LOSS = "model.calculate_per_token_loss=true"
@@ -117,19 +96,17 @@ def cells_of_layouts_and_losses() -> Configurations:
         return Configurations("qwen3_toy", ["device=cpu"], Path("texts"), "cpu")
 
 
-def ran(here, monkeypatch, judged, concurrency=2, known=None, **more):
+def ran(here, monkeypatch, judged, known=None, **more):
     monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())
     audits, answers = begun(here), Answers(judged, known)
-    monkeypatch.setattr(campaign, "ConcurrentRuns", answers)
-    monkeypatch.setattr(campaign, "concurrency", lambda device: concurrency)
-    monkeypatch.setattr(audits, "_prepare", lambda: None)
+    monkeypatch.setattr(campaign, "audited", answers)
+    monkeypatch.setattr(campaign.rank, "prepare", lambda: None)
     return audits.run(**more), answers
 
 
-def test_audits_run_two_at_a_time_and_no_pair_stays(here, monkeypatch):
+def test_no_pair_stays_and_no_audit_is_repeated(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: True)
-    assert answers.most == 2
-    assert len({*answers.started}) == len(answers.started) == len(result.trials)
+    assert len({*answers.settings}) == len(answers.settings) == len(result.trials)
     assert (result.pending, result.exit_status) == (0, 0)
 
 
@@ -146,14 +123,14 @@ def test_a_resumed_campaign_audits_what_is_pending(here, monkeypatch):
     trials = campaign.resumed(here / "audits")[1].trials
     assert trials == [*first.trials]
     second, other = resumed(here, monkeypatch, trials[:-1], lambda cell: True)
-    assert other.started == answers.started[-1:]
+    assert other.settings == answers.settings[-1:]
     assert second.pending == 0
 
 
 def test_a_resumed_campaign_covers_what_a_cell_covered_that_it_would_not_choose(here, monkeypatch):
     every = AuditRun(("tp=2", "pp=2", "dp=2", "cp=2", "mbs=2", LOSS), WITHIN, "text", None, 1.0)
     result, answers = resumed(here, monkeypatch, [every], lambda cell: True)
-    assert all("tp=2 sp=false" in cell for cell in answers.started)
+    assert all("tp=2 sp=false" in settings for settings in answers.settings)
     assert result.pending == 0
 
 
@@ -161,19 +138,19 @@ def test_a_resumed_campaign_has_the_faults_of_the_first_and_repeats_no_audit(her
     def judged(cell):
         return not {"tp=2", LOSS} <= cell and not {"pp=2", "mbs=2"} <= cell
 
-    first, _ = ran(here, monkeypatch, judged, concurrency=4)
+    first, _ = ran(here, monkeypatch, judged)
     trials = campaign.resumed(here / "audits")[1].trials
     audited = {trial.settings for trial in trials}
-    second, other = resumed(here, monkeypatch, trials, judged, concurrency=1)
-    assert not {*other.settings.values()} & audited
+    second, other = resumed(here, monkeypatch, trials, judged)
+    assert not {*other.settings} & audited
     assert [finding.settings for finding in second.findings] == [finding.settings for finding in first.findings]
     assert len(first.findings) == 2
 
 
-def test_a_fault_is_shrunk_while_another_audit_runs_and_detected_once(here, monkeypatch):
+def test_a_fault_is_shrunk_and_detected_once(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: not {"tp=2", LOSS} <= cell)
     assert [finding.settings for finding in result.findings] == [("tp=2", LOSS)]
-    assert len({*answers.started}) >= len(answers.started) - 1  # the one with fewer layers has the same cell
+    assert len({*answers.settings}) == len(answers.settings)
     assert (result.pending, result.exit_status) == (0, 1)
 
 
@@ -186,7 +163,7 @@ def test_the_first_fault_that_is_not_known_ends_a_campaign_on_request(here, monk
 
 def test_what_bridge_refuses_is_not_retried(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: None if "pp=2" in cell else True)
-    assert len({*answers.started}) == len(answers.started)
+    assert len({*answers.settings}) == len(answers.settings)
     assert all("pp=2" not in trial.settings for trial in result.trials)
     assert (result.pending, result.exit_status) == (0, 0)
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import yaml
 
-from tp_invariant_recipes.features.audit.audit_run import audited
+from tp_invariant_recipes.features.audit.campaign import audited
 
 DENSE = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "device=cpu")
 EXPERTS = (
@@ -179,12 +179,12 @@ def test_the_installed_bridge_resumes_whole(shared, words):
 @pytest.mark.release
 def test_a_campaign_audits_resumes(bridge, tmp_path):
     [*words] = [word for word in EXPERTS[1:] if word != "device=cpu"]
-    run, references = audited("qwen3_moe_toy", words, ("dp=2",), tmp_path / "1", {}, at=2)
-    assert (run.verdict, run.first, run.settings, references) == ("whole", None, ("dp=2",), {})
-    run, _ = audited("qwen3_moe_toy", [*words, "patches.off=[bridge-resume-rng]"], (), tmp_path / "2", {}, at=2)
+    run = audited("qwen3_moe_toy", words, ("dp=2",), tmp_path / "1", at=2)
+    assert (run.verdict, run.first, run.settings) == ("whole", None, ("dp=2",))
+    run = audited("qwen3_moe_toy", [*words, "patches.off=[bridge-resume-rng]"], (), tmp_path / "2", at=2)
     assert (run.verdict, run.first, run.covers) == ("differs", "rng torch", False)
     assert "Megatron-Bridge #5257" in run.known
-    assert audited("qwen3_moe_toy", [*words, "iters=2"], (), tmp_path / "3", {}, at=2) == (None, {})
+    assert audited("qwen3_moe_toy", [*words, "iters=2"], (), tmp_path / "3", at=2) is None
 
 
 @pytest.mark.release

@@ -8,30 +8,29 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
-from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, refuse
 from tp_invariant_recipes.features.audit import configurations, rank, resume, script, workflow
-from tp_invariant_recipes.features.audit.audit_run import ConcurrentRuns, audited, concurrency
 from tp_invariant_recipes.features.audit.configurations import Configuration, Configurations, Covering, shrunk
-from tp_invariant_recipes.features.audit.result import BEYOND, AuditRun, CampaignResult, ShrunkFault
-from tp_invariant_recipes.launch import plan, ranks
+from tp_invariant_recipes.features.audit.result import BEYOND, FAILED, AuditRun, CampaignResult, ShrunkFault
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch.ranks import interruptible
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import checked
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
-from tp_invariant_recipes.runs.sweep_dir import AuditedRun, CampaignDir
+from tp_invariant_recipes.runs.sweep_dir import CampaignDir
 
 RANKS = 4  # at most, of a configuration
 OnTrial = Callable[[AuditRun, int, int], None]
-Job = tuple[Configuration, tuple[str, ...]]  # a configuration, and sizes smaller than the campaign's
 
 
 @dataclass
@@ -54,76 +53,32 @@ class Campaign:
 
     def __init__(self, where: CampaignDir, state: State, on_trial: OnTrial, *, scripts: bool) -> None:
         self.where, self.state, self._on_trial, self._scripts = where, state, on_trial, scripts
-        self._device = plan.detect_device()
         self._refused: set[Configuration] = set()
-        self._references: dict[str, AuditedRun] = {}
-        self._ended: list[tuple[Job, AuditRun | None]] = []  # and not judged yet
-        self._cell: Configuration | None = None  # that is judged
         self._directories = max((int(path.name) for path in where.trial(0).parent.glob("*")), default=0)
-        self._cells = Configurations(state.model, state.overrides, where.texts, self._device)
+        self._cells = Configurations(state.model, state.overrides, where.texts, plan.detect_device())
         self._covering = Covering(self._cells.axes, len(configurations.LAYOUTS), self._allowed, self._ranks_of)
 
     def run(self, *, exitfirst: bool = False) -> CampaignResult:
-        """Audit all configurations, some at a time. Interrupted: Ctrl-C, SIGTERM.
+        """Audit all configurations, one after the other. Interrupted: Ctrl-C, SIGTERM.
 
         exitfirst: end with the first fault that is not known.
         """
         begun = time.monotonic()
-        self._prepare()
-        for trial in self.state.trials:  # of an earlier start
-            if trial.covers:
-                self._covering.cover(frozenset(trial.settings))
-        with ranks.stopping() as stop:
-            self._running = ConcurrentRuns(stop)
-            try:
-                while self._step():
-                    if exitfirst and any(finding.trial.known is None for finding in self.state.findings):
-                        break
-            finally:
-                self._running.end()
-        return self._write(round(time.monotonic() - begun, 1))
-
-    def _step(self) -> bool:
-        """Judge the configuration of an audit that has ended, or wait for one; False: all is done."""
-        self._fill()
-        if self._ended:
-            (self._cell, _), trial = self._ended.pop(0)
-            self._judge(self._cell, trial)
-            self._cell = None
-            return True
-        if not len(self._running):
-            return False
-        self._ended.append(self._next())
-        return True
-
-    def _fill(self) -> None:
-        """Begin the next audits, as if those that are not judged yet were right."""
-        while len(self._running) < concurrency(self._device):
-            jobs = (*self._running.keys, *(job for job, _ in self._ended))
-            cell = self._covering.next([*([self._cell] if self._cell else []), *(cell for cell, _ in jobs)])
-            if cell is None:
-                return
-            if (recorded := self._recorded((cell, ()))) is not None:
-                self._ended.append(((cell, ()), recorded))
-            else:
-                self._start((cell, ()))
-
-    def _judge(self, cell: Configuration, trial: AuditRun | None) -> None:
-        """Cover what a configuration has shown, or shrink its fault, unless an earlier finding has the fault."""
-        if trial is None:
-            self._refused.add(cell)
-        elif trial.covers:
-            self._covering.cover(cell)
-        elif self._allowed(cell):
-            self._record(*self._shrunk(cell, trial))
-
-    def _prepare(self) -> None:
-        """Import and check here what each audit's process would otherwise do first."""
         rank.prepare()
-        layouts = [setting for axis in self._cells.axes[: len(configurations.LAYOUTS)] for setting in axis]
-        words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(frozenset(layouts[:1]))]
-        with TemporaryDirectory() as folder, redirect_stdout(StringIO()), suppress(ConfigError):
-            workflow.check(workflow.new(self.state.model, words, directory=Path(folder) / "plan"))
+        for earlier in self.state.trials:
+            if earlier.covers:
+                self._covering.cover(frozenset(earlier.settings))
+        while (cell := self._covering.next()) is not None:
+            trial = self._audited(cell)
+            if trial is None:
+                self._refused.add(cell)
+            elif trial.covers:
+                self._covering.cover(cell)
+            else:
+                self._record(*self._shrunk(cell, trial))
+            if exitfirst and any(finding.trial.known is None for finding in self.state.findings):
+                break
+        return self._write(round(time.monotonic() - begun, 1))
 
     # --- which configurations ---
 
@@ -144,45 +99,20 @@ class Campaign:
 
     # --- audits ---
 
-    def _recorded(self, job: Job) -> AuditRun | None:
-        settings = (*job[1], *self._cells.settings(job[0]))
-        return next((trial for trial in self.state.trials if tuple(trial.settings) == settings), None)
-
-    def _start(self, job: Job) -> None:
-        """Begin an audit in a process of its own."""
-        cell, sizes = job
+    def _audited(self, cell: Configuration, sizes: tuple[str, ...] = ()) -> AuditRun | None:
+        """Return the audit of a configuration, which may be recorded from an earlier start; None: no run may have
+        it. sizes: overrides smaller than the campaign's."""
+        settings = (*sizes, *self._cells.settings(cell))
+        if (recorded := next((trial for trial in self.state.trials if trial.settings == settings), None)) is not None:
+            return recorded
         self._directories += 1
         words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(cell), *sizes]
-        settings, where = (*sizes, *self._cells.settings(cell)), self.where.trial(self._directories)
-        audit = partial(audited, self.state.model, words, settings, where, {**self._references})
-        self._running.start(job, partial(audit, at=self.state.resume_at))
-
-    def _next(self) -> tuple[Job, AuditRun | None]:
-        """Wait for the end of an audit, and record it."""
-        job, (trial, trained) = self._running.next()
-        self._references |= trained
+        trial = audited(self.state.model, words, settings, self.where.trial(self._directories), self.state.resume_at)
         if trial is not None:
             self.state.trials.append(trial)
             self._write()
-            total = self._covering.total
-            self._on_trial(trial, total - len(self._covering.pending), total)
-        return job, trial
-
-    def _audited(self, cell: Configuration, sizes: tuple[str, ...] = ()) -> AuditRun | None:
-        """Return the audit of a configuration, which may be recorded from an earlier start; None: no run may have
-        it."""
-        job, most = (cell, sizes), concurrency(self._device)
-        while not self._recorded(job) and job not in self._running.keys and len(self._running) >= most:
-            self._ended.append(self._next())
-        if (recorded := self._recorded(job)) is not None:
-            return recorded
-        if job not in self._running.keys:
-            self._start(job)
-        self._fill()
-        while (ended := self._next())[0] != job:
-            self._ended.append(ended)
-            self._fill()
-        return ended[1]
+            self._on_trial(trial, self._covering.total - len(self._covering.pending), self._covering.total)
+        return trial
 
     def _shrunk(self, cell: Configuration, trial: AuditRun) -> tuple[Configuration, AuditRun]:
         """Return the smallest configuration with a fault. The table says what a known fault needs, and one audit
@@ -288,7 +218,7 @@ def execute(
     scripts: bool = False,
 ) -> CampaignResult:
     """Run a campaign to its end. Interrupted: Ctrl-C; what it has done is kept for --resume."""
-    with (locked if resume else locked_empty)(where):
+    with (locked if resume else locked_empty)(where), interruptible():
         _write_texts(where.texts)
         try:
             return Campaign(where, state, on_trial, scripts=scripts).run(exitfirst=exitfirst)
@@ -298,9 +228,44 @@ def execute(
             if not state.trials:  # the model or an override is refused; nothing was done
                 shutil.rmtree(where.path)
             raise
-        finally:
-            for kept in where.path.glob(f"trials/*/{workflow.REFERENCE}"):
-                shutil.rmtree(kept, ignore_errors=True)
+
+
+def audited(
+    model: str, words: Sequence[str], settings: tuple[str, ...], where: Path, at: int | None = None
+) -> AuditRun | None:
+    """Audit the overrides `words`, whose configuration has `settings`; None: no run may have them.
+
+    at: audit a resume at this step instead. Interrupted: a signal ended it.
+    """
+    begun = time.monotonic()
+    facts = dict[str, Any](first=None)
+    try:
+        with redirect_stdout(StringIO()):
+            judge: Any = workflow if at is None else resume
+            planned = judge.new(model, words, **({} if at is None else {"at": at}), directory=where)
+            judge.check(planned)
+    except ConfigError:
+        return None
+    try:
+        result = judge.execute(planned, lambda *_: nullcontext(lambda: None))  # a line a configuration is enough
+        verdict, text = result.verdict, result.words.partition(": ")[2]
+        facts["known"] = result.known
+        if at is not None:
+            facts["first"] = next((f"{state.kind} {state.name}" for state in result.lost), None)
+        elif first := result.first:
+            facts |= {
+                "first": f"{first.kind} {first.module}",
+                "size": first.size,
+                "reference": first.rms,
+                "ranks": f"{', '.join(map(str, first.ranks))} of {first.all_ranks}",
+            }
+    except (Interrupted, workflow.StoppedAudit):
+        raise Interrupted from None
+    except TpiError as error:
+        verdict, text = FAILED, str(error).replace("so that nothing can be compared\n", "")
+    for name in (*workflow.TRAININGS, *resume.TRAININGS):
+        shutil.rmtree(where / name, ignore_errors=True)
+    return AuditRun(settings, verdict, text, seconds=round(time.monotonic() - begun, 1), **facts)
 
 
 def _write_texts(folder: Path) -> None:

@@ -2,7 +2,7 @@
 """The settings that a campaign combines, and the configuration of a configuration of them."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -148,23 +148,16 @@ class Covering:
         for pair in [pair for pair in self.pending if pair <= cell]:
             del self.pending[pair]
 
-    def next(self, running: Collection[Configuration] = ()) -> Configuration | None:
+    def next(self) -> Configuration | None:
         """Return the next configuration: the first pending pair, and what fits beside it; None: nothing is left.
 
-        A pair that no run may have is dropped from `pending`. running: configurations that may cover pairs soon.
+        A pair that no run may have is dropped from `pending`.
         """
-        before = [*self.pending]
-        for begun in running:
-            self.cover(begun)
-        covered = {pair for pair in before if pair not in self.pending}
-        try:
-            for pair in [*self.pending]:
-                if (cell := self._seed(pair)) is not None:
-                    return self._grown(cell)
-                del self.pending[pair]
-            return None
-        finally:
-            self.pending = dict.fromkeys(pair for pair in before if pair in self.pending or pair in covered)
+        for pair in [*self.pending]:
+            if (cell := self._seed(pair)) is not None:
+                return self._grown(cell)
+            del self.pending[pair]
+        return None
 
     def _seed(self, pair: Configuration) -> Configuration | None:
         """Return the pair, with a layout and, where it needs one, another setting."""

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tpi audit`: train a configuration and a simple reference, and judge every tensor by what rounding does there."""
 
-import hashlib
-import json
 import os
-import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +49,7 @@ from tp_invariant_recipes.sizing.activations import recorded as recorded_bytes
 from tp_invariant_recipes.sizing.memory import GIB
 from tp_invariant_recipes.text import plural
 
-AUDITED, REFERENCE = "audited", "reference"  # the two trainings
+TRAININGS = AUDITED, REFERENCE = "audited", "reference"
 DEGREES = (1, 2, 4, 8)  # of references, the first that fits
 BLIND = 0.5  # Muon's matrices by blocks are that wrong; Adam's first updates are signs, which rounding turns
 
@@ -61,9 +58,6 @@ DEFAULTS = ("ledger.digests=0",)
 # An audit looks for defects of Megatron's and Transformer Engine's own layers, from the same weights in every layout.
 STOCK = f"numerics={mode.STOCK}"
 NUMERICS = {"numerics.mode": STOCK, "numerics.initial_weights": "numerics.initial_weights=invariant"}
-
-
-_CHOICES = re.compile(r"forward/.*router/output\.1")  # of experts, by a router
 
 
 class StoppedAudit(RunError):
@@ -204,17 +198,14 @@ def execute(
     watch: Watch,
     *,
     keep: bool = False,
-    references: MutableMapping[str, AuditedRun] | None = None,
 ) -> AuditResult:
     """Train both, and judge. Raises RunError.
 
     keep: keep the run directories even if nothing is outside rounding-error tolerance.
-    references: trained by other audits, by `reference_key`. An equal one is not trained again; one that is trained
-    joins them.
     """
     begun = time.monotonic()
     with locked_empty(audit.directory):
-        runs = [_train(audit, AUDITED, audit.audited, watch), _trained_reference(audit, watch, references)]
+        runs = [_train(audit, AUDITED, audit.audited, watch), _train(audit, REFERENCE, audit.reference, watch)]
         deviations, omitted = judged(runs[0], runs[1], audit.steps)
         described = {
             "model": audit.audited.composed.model,
@@ -231,33 +222,6 @@ def execute(
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
         return result
-
-
-def _trained_reference(audit: Audit, watch: Watch, references: MutableMapping[str, AuditedRun] | None) -> AuditedRun:
-    """Return an equal reference, or train one."""
-    key = None if references is None else reference_key(audit)
-    if references is None or key is None:
-        return _train(audit, REFERENCE, audit.reference, watch)
-    if key not in references:
-        references[key] = _train(audit, REFERENCE, audit.reference, watch)
-    return references[key]
-
-
-def reference_key(audit: Audit) -> str | None:
-    """Return what determines the reference's bits: its configuration, and the choices of experts that it follows.
-
-    The audited run is trained. None: its choices are not known.
-    """
-    config = audit.reference.composed.config
-    read = [
-        dumps.read_step(audit.directory.training(AUDITED).path, step) for step in audit.steps if config.shape.experts
-    ]
-    try:
-        choices = [step.read(name).bits.tobytes() for step in read for name in step.names if _CHOICES.fullmatch(name)]
-    except LedgerError:  # no whole choice
-        return None
-    described = json.dumps([config.sections, [*audit.steps]], sort_keys=True, default=str)
-    return hashlib.sha256(b"".join((described.encode(), *choices))).hexdigest()
 
 
 def recorded(run: Path, reference: Path, directory: Path | None = None) -> AuditResult:

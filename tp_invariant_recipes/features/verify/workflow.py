@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tpi verify`: plan the configurations of a sweep, train them in turn, judge the ledgers."""
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import Override, check_reserved, parse_all, texts
@@ -32,7 +30,7 @@ from tp_invariant_recipes.launch import plan, trust
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
-from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.launch.ranks import interruptible
 from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
@@ -205,7 +203,7 @@ def train_configurations(verification: Verification, watch: Watch, *, exitfirst:
     """Write the sweep and train its configurations in turn; whether Ctrl-C ended it. The caller holds the directory's
     lock."""
     where = verification.directory
-    with _interruptible() as stop:
+    with interruptible() as stop:
         if not verification.rerun:
             where.write_matrix(trust.sealed(verification.matrix))
         try:
@@ -254,22 +252,6 @@ def _train(cell: Configuration, planned: Plan, watch: Watch) -> Ended | None:
             return train.execute(planned, tick, rank_fn=rank.train)
     except TpiError:
         return None
-
-
-@contextmanager
-def _interruptible() -> Iterator[Stop]:
-    """Treat SIGTERM between two trainings as Ctrl-C, and count it; during one its launcher handles both."""
-    stop = Stop()
-
-    def interrupt(*_: Any) -> None:
-        stop.requests += 1
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _reference(against: Path | None, problems: list[str]) -> Ledger | None:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of `tpi audit`: cells that cover each pair of settings once, its processes, the reference that it plans."""
+"""Parts of `tpi audit`: cells that cover each pair of settings once, the reference that it plans."""
 
-import os
-import signal
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import combinations
@@ -12,10 +9,8 @@ import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.errors import Interrupted, RunError
 from tp_invariant_recipes.features.audit import rank
 from tp_invariant_recipes.features.audit import reference as audit_reference
-from tp_invariant_recipes.features.audit.audit_run import ConcurrentRuns
 from tp_invariant_recipes.features.audit.configurations import MOST, Covering, pairs, shrunk
 from tp_invariant_recipes.features.audit.result import (
     BEYOND,
@@ -27,7 +22,6 @@ from tp_invariant_recipes.features.audit.result import (
     WITHIN,
     AuditRun,
 )
-from tp_invariant_recipes.launch.ranks import Stop
 
 AXES = (
     ("tp=2", "tp=2 sp=false"), ("dp=2",), ("mbs=2",), ("loss",), ("sinks",), ("adam", "muon"), ("masks",), ("eval",),
@@ -100,47 +94,6 @@ def test_any_rank_may_be_the_first_to_fail():
     failed = replace(WRONG, verdict=FAILED, first=None, text="rank 0 failed: RuntimeError: x\nits log: a")
     assert failed.same_fault(replace(failed, text="rank 1 failed: RuntimeError: x\nits log: b"))
     assert not failed.same_fault(replace(failed, text="rank 0 failed: RuntimeError: y"))
-
-
-@pytest.mark.usefixtures("here")
-def test_calls_run_at_the_same_time_and_each_returns_its_own():
-    def met(own: str, other: str) -> tuple[str, int]:
-        open(own, "w").close()
-        until = time.monotonic() + 30
-        while not os.path.exists(other):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        return own, os.getpid()
-
-    calls = ConcurrentRuns(Stop())
-    calls.start("a", lambda: met("a", "b"))
-    calls.start("b", lambda: met("b", "a"))
-    assert calls.keys == ["a", "b"]
-    ended = dict(calls.next() for _ in range(2))
-    assert {key: own for key, (own, _) in ended.items()} == {"a": "a", "b": "b"}
-    assert len({os.getpid(), *(process for _, process in ended.values())}) == 3
-    assert not len(calls)
-
-
-@pytest.mark.parametrize("number, words", ((None, "ZeroDivisionError"), (signal.SIGKILL, "was killed")))
-def test_a_defect_or_a_kill_ends_the_others_and_is_an_error(number, words):
-    calls = ConcurrentRuns(Stop())
-    calls.start("long", lambda: time.sleep(60))
-    calls.start("wrong", lambda: 1 // 0 if number is None else os.kill(os.getpid(), number))
-    with pytest.raises(RunError, match=words):
-        calls.next()
-    assert not len(calls)
-
-
-@pytest.mark.parametrize("stops", (lambda: time.sleep(60), lambda: (_ for _ in ()).throw(Interrupted)))
-def test_a_stop_is_passed_on_and_ends_all(stops):
-    stop = Stop(requests=1)
-    calls = ConcurrentRuns(stop)
-    calls.start("a", stops)
-    calls.start("b", stops)
-    with pytest.raises(Interrupted):
-        calls.next()
-    assert not len(calls)
 
 
 def test_a_reference_is_the_simplest_of_what_the_configuration_has():
