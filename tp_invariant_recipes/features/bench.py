@@ -191,8 +191,6 @@ def new(
         for number in range(1, rounds + 1)
         for mode, run in composed.items()
     ]
-    if any(run.device == "cpu" and run.environment != turns[0][2].environment for *_, run in turns):
-        raise ConfigError("these modes need different environment variables, which one process cannot have")
     return Bench(where, tuple(turns), steps)
 
 

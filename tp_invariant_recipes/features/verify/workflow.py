@@ -15,14 +15,12 @@ from tp_invariant_recipes.features.verify.configurations import (
     compose_configurations,
     compose_each,
     configuration_of,
-    environments,
     fitting_choices,
     identities,
     lengths,
     named,
     plan_configurations,
     spread,
-    with_enough_shards,
     with_equal_shards,
 )
 from tp_invariant_recipes.features.verify.verdict import PASSED, STOPPED, SweepVerdict, judge, verdict_on
@@ -88,7 +86,6 @@ def new(
             "a sweep of one configuration compares nothing: give a key several values, as in tp=1,2,4, or a "
             "ledger: --against FILE"
         )
-    choices = with_enough_shards(choices, reference)
     composed, omitted = compose_configurations(model, axes, choices, problems, how.here)
     before = [choice for choice in choices if choice.label in composed]
     kept = with_equal_shards(before, composed, reference)
@@ -101,7 +98,7 @@ def new(
     omitted += too_large
     where = SweepDir(choose_for_several(directory, f"verify-{model}"))
     plans = plan_configurations(choices, list(composed.values()), where, how)
-    problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]
+    problems = [*lengths(plans), *identities(axes, choices, plans)]
     if reference is not None and not problems:
         differences = fingerprint_differences(reference.header, Header(identity=next(iter(plans.values())).identity))
         problems = [
@@ -139,7 +136,6 @@ def plan_rerun(
         with cell_problems.recording(cell.label):
             plans[cell.name] = _replanned(requested, cell, where, how, device if cell.name in anew else None)
     cell_problems.raise_any()
-    refuse(environments(plans))
     return Verification(where, requested, plans, anew, rerun=True)
 
 
