@@ -45,7 +45,7 @@ def test_a_cell_is_configured_as_hydra_composes_it():
         cells_of_layouts_and_losses(),
         frozenset(("tp=2 sp=false", "mbs=2", "model.calculate_per_token_loss=true")),
     )
-    composed = cells.composed([*cells.sizes, *cells.words(cell)])
+    composed = cells.composed([*cells.sizes, *cells.words(cell)]).config
     assert cells.configured(cell).sections == composed.sections
     assert cells.configured(frozenset(("mbs=2",))).sections != composed.sections
 
@@ -161,11 +161,26 @@ def test_the_first_fault_that_is_not_known_ends_a_campaign_on_request(here, monk
     assert all(finding.trial.known == known for finding in result.findings)
 
 
-def test_what_bridge_refuses_is_not_retried(here, monkeypatch):
-    result, answers = ran(here, monkeypatch, lambda cell: None if "pp=2" in cell else True)
-    assert len({*answers.settings}) == len(answers.settings)
-    assert all("pp=2" not in trial.settings for trial in result.trials)
+def test_the_smallest_part_that_bridge_refuses_is_refused_once(here, monkeypatch):
+    def problems(self, cell):
+        return dict.fromkeys(["as Bridge says"] if {"pp=2", LOSS} <= cell else [])
+
+    monkeypatch.setattr(campaign.Campaign, "_problems", problems)
+    result, answers = ran(here, monkeypatch, lambda cell: None if {"pp=2", LOSS} <= cell else True)
+    assert [{"pp=2", LOSS} <= {*settings} for settings in answers.settings].count(True) == 1
+    assert result.refused == {f"pp=2 {LOSS}": "as Bridge says"}
     assert (result.pending, result.exit_status) == (0, 0)
+
+
+def test_bridges_refusal_of_a_typed_override_beside_a_setting_is_its_own(here):
+    """As of the distributed optimizer, which FSDP needs: of each layout and option."""
+    fsdp = configurations.OPTIONS["fsdp"][0]
+    audits = begun(here, "optimizer.use_distributed_optimizer=false")
+    audits._refuse(frozenset(("tp=2", "mbs=2", LOSS, fsdp)))
+    [(refused, why)] = audits._refused.items()
+    assert (refused, why.partition(":")[0]) == ({fsdp}, "optimizer.use_distributed_optimizer=false")
+    assert audits._allowed(frozenset(("tp=2",)))
+    assert not audits._allowed(frozenset(("dp=2", fsdp)))
 
 
 FEW = ("optimizer.optimizer=adam", "optimizer.use_distributed_optimizer=false", "validation.eval_iters=0")

@@ -21,12 +21,12 @@ from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiE
 from tp_invariant_recipes.features.audit import configurations, rank, resume, script, workflow
 from tp_invariant_recipes.features.audit.configurations import Configuration, Configurations, Covering, shrunk
 from tp_invariant_recipes.features.audit.result import BEYOND, FAILED, AuditRun, CampaignResult, ShrunkFault
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch import plan, train
 from tp_invariant_recipes.launch.ranks import interruptible
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import checked
 from tp_invariant_recipes.runs.lock import locked, locked_empty
-from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.runs.sweep_dir import CampaignDir
 
 RANKS = 4  # at most, of a configuration
@@ -53,7 +53,7 @@ class Campaign:
 
     def __init__(self, where: CampaignDir, state: State, on_trial: OnTrial, *, scripts: bool) -> None:
         self.where, self.state, self._on_trial, self._scripts = where, state, on_trial, scripts
-        self._refused: set[Configuration] = set()
+        self._refused: dict[Configuration, str] = {}  # -> why
         self._directories = max((int(path.name) for path in where.trial(0).parent.glob("*")), default=0)
         self._cells = Configurations(state.model, state.overrides, where.texts, plan.detect_device())
         self._covering = Covering(self._cells.axes, len(configurations.LAYOUTS), self._allowed, self._ranks_of)
@@ -71,7 +71,7 @@ class Campaign:
         while (cell := self._covering.next()) is not None:
             trial = self._audited(cell)
             if trial is None:
-                self._refused.add(cell)
+                self._refuse(cell)
             elif trial.covers:
                 self._covering.cover(cell)
             else:
@@ -87,7 +87,8 @@ class Campaign:
 
     def _allowed(self, cell: Configuration) -> bool:
         """Whether a run may have these settings, and no fault that is found already is among them."""
-        if cell in self._refused or any(set(finding.settings) <= cell for finding in self.state.findings):
+        wrong = (*self._refused, *(set(finding.settings) for finding in self.state.findings))
+        if any(settings <= cell for settings in wrong):
             return False
         config = self._cells.configured(cell)
         if config.layout.world > RANKS or check(config):
@@ -96,6 +97,29 @@ class Campaign:
             return False  # as Megatron-FSDP's: a campaign would try it with every other setting
         named = {finding.trial.known for finding in self.state.findings}
         return not any(str(fault) in named for fault in faults.shown(config))
+
+    def _refuse(self, cell: Configuration) -> None:
+        """Note the smallest part of a configuration that Bridge refuses; none that has it is tried.
+
+        ConfigError: Bridge refuses the model without any setting.
+        """
+        reasons = self._problems(cell)
+        if not (small := shrunk(cell, partial(self._refused_alike, reasons=reasons))):
+            refuse([*reasons])
+        self._refused[small] = next(iter(reasons), "an audit of it cannot be planned")
+
+    def _refused_alike(self, cell: Configuration, reasons: dict[str, None]) -> bool:
+        return not reasons.keys().isdisjoint(self._problems(cell))
+
+    def _problems(self, cell: Configuration) -> dict[str, None]:
+        """Return why Bridge, or a check of this machine, refuses a training with these settings."""
+        try:
+            with redirect_stdout(StringIO()):
+                composed = self._cells.composed([*self._cells.sizes, *self._cells.words(cell)])
+                train.check(plan.resolve(composed, RunDir(self.where.trial(self._directories))))
+        except ConfigError as error:
+            return dict.fromkeys(error.problems)
+        return {}
 
     # --- audits ---
 
@@ -160,7 +184,7 @@ class Campaign:
         """Write the program of a fault, if it is wanted and a layer has the fault; return its path."""
         if not self._scripts or trial.verdict != BEYOND:
             return None
-        small = self._cells.composed([*sizes, *self._cells.words(cell)])
+        small = self._cells.composed([*sizes, *self._cells.words(cell)]).config
         program = script.text(small, [*cell], trial.first)
         if program is None:
             return None
@@ -177,7 +201,7 @@ class Campaign:
             pairs=self._covering.total,
             pending=len(self._covering.pending),
             seconds=seconds,
-            refused=self._cells.refused,
+            refused=self._cells.refused | {" ".join(self._cells.settings(c)): why for c, why in self._refused.items()},
             trials=tuple(self.state.trials),
             findings=tuple(self.state.findings),
             resume_at=self.state.resume_at,

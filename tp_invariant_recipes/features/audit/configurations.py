@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.check.hosts.inputs import input_problems
-from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import given, parse_all
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.audit import workflow
@@ -236,12 +236,12 @@ class Configurations:
                 config = RunConfig({**config.sections, section: merged})
         return config
 
-    def composed(self, settings: Sequence[str]) -> RunConfig:
+    def composed(self, settings: Sequence[str]) -> Composed:
         """Compose the model with these overrides. Raises ConfigError."""
         overrides = ["iters=1", *workflow.DEFAULTS, "save=0"]
         numerics = workflow.default_numerics(parse_all(self._overrides))
         words = [*overrides, *numerics, *self._overrides, *settings]
-        return compose(self._model, words, device=self._device, also=input_problems).config
+        return compose(self._model, words, device=self._device, also=input_problems)
 
     def _cut(self) -> tuple[RunConfig, list[str]]:
         typed = parse_all(self._overrides)
@@ -252,7 +252,7 @@ class Configurations:
         sizes = small_sizes(whole.config.model, {path for path in fields if path})
         for cut in (*([*sizes, *batch] for batch in batches), *batches):
             try:
-                return self.composed([*cut]), cut
+                return self.composed([*cut]).config, cut
             except ConfigError as error:
                 problem = error
         raise problem
@@ -274,8 +274,8 @@ class Configurations:
             for layout in ("", "tp=2", "dp=2"):
                 sizes = [*self.sizes, *layout.split()]
                 try:
-                    before[layout] = before.get(layout) or self.composed(sizes)
-                    config = self.composed([*sizes, *words])
+                    before[layout] = before.get(layout) or self.composed(sizes).config
+                    config = self.composed([*sizes, *words]).config
                 except ConfigError as error:
                     refused.setdefault(setting, error.problems[0])
                     continue
