@@ -123,7 +123,9 @@ def repeated(wrapped: Any, group: dict[str, Any], inputs: dict[str, Tensor], upd
         counted = torch.tensor(updates, dtype=torch.float32)
         optimizer.state[parameter] = state | ({} if "step" in group else {"step": counted})
     if "step" in group:
-        optimizer.param_groups[0]["step"] = _like(group["step"], updates)
+        step = group["step"]
+        counted = torch.full_like(step, updates) if isinstance(step, Tensor) else type(step)(updates)
+        optimizer.param_groups[0]["step"] = counted
     optimizer.step()
     return {"p": parameter.detach(), **{name: optimizer.state[parameter][name] for name in STATE}}
 
@@ -142,7 +144,3 @@ def _values(slot: Slot, part: slice) -> dict[str, Tensor]:
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-
-
-def _like(step: Any, updates: float) -> Any:
-    return torch.full_like(step, updates) if isinstance(step, Tensor) else type(step)(updates)

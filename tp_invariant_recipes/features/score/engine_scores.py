@@ -49,15 +49,16 @@ def read(file: Path) -> Iterator[Rollout]:
     try:
         for number, line in read_lines(file):
             if line.strip():
-                yield parse(parse_object(line, constants=True, most=TOKENS), number)
+                yield parse(line, number)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{file}, line {number}: {reason(error)}") from error
 
 
-def parse(row: Mapping[str, Any], number: int) -> Rollout:
-    """Return a row of any of FORMATS. Raises ValueError: it is of none."""
+def parse(line: bytes, number: int) -> Rollout:
+    """Return a row of any of FORMATS. number: the line's. Raises ValueError: it is of none."""
+    row = parse_object(line, constants=True, most=TOKENS)
     spans = next((spans for needed, spans in FORMATS if all(_has(row, key) for key in needed)), None)
     if spans is None:
         keys = ", ".join(map(repr, row)) or "none"

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tp_invariant_recipes.features.score.against import EngineDifference
 from tp_invariant_recipes.launch import train
 from tp_invariant_recipes.machine import progress, terminal
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
+from tp_invariant_recipes.reading import read_lines
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -163,7 +164,8 @@ def _checked(request: ScoreRequest) -> tuple[ScoreRequest, Path]:
 
 def _unfit(file: Path, against: Path | None) -> Iterator[str]:
     """Yield the problems of each file that is read, its first line included."""
-    for read, parse in ((file, _is_sequence), *([(against, _is_rollout)] if against else [])):
+    sequence = partial(sequences.parse, vocabulary=1 << 62, codec=sequences.ANY)  # whatever the model takes
+    for read, parse in ((file, sequence), *([(against, engine_scores.parse)] if against else [])):
         try:
             line = next((line for _, line in read_lines(read.expanduser()) if line.strip()), None)
         except (OSError, ValueError) as error:
@@ -173,18 +175,9 @@ def _unfit(file: Path, against: Path | None) -> Iterator[str]:
             if line is None:
                 yield f"{read}: it has no lines"
             else:
-                parse(line)
+                parse(line, 1)
         except ValueError as error:
             yield f"{read}: its first line: {reason(error)}"
-
-
-def _is_sequence(line: bytes) -> None:
-    """Raise ValueError: it is no line of SEQUENCES, whatever the model's vocabulary and tokenizer."""
-    sequences.parse(line, 1, 1 << 62, sequences.ANY)
-
-
-def _is_rollout(line: bytes) -> None:
-    engine_scores.parse(parse_object(line, constants=True, most=TOKENS), 1)
 
 
 def plan(request: ScoreRequest, file: Path) -> Scoring:

@@ -212,7 +212,7 @@ def test_a_line_is_a_sequence_and_a_row_of_an_engine():
         "finish_reason": "stop", "text": "[9, 2]", "digests": ["f" * 16, f"{3:016x}"],
     }  # fmt: skip
     assert sequences.parse(line, 1, 100, None) == [sequences.Sequence("a[0]", [5, 6, 9, 2], 2)]
-    rollout = engine_scores.parse(json.loads(line), 1)
+    rollout = engine_scores.parse(line, 1)
     assert (rollout.id, rollout.tokens, rollout.logprobs) == ("a[0]", [9, 2], [-1.25, -0.5])
     assert "text" not in json.loads(prompts.line((5,), completion(), None))
 

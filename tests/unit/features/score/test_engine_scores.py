@@ -73,7 +73,7 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_rows_of_engines(name):
     row, expected = READ[name]
-    result = engine_scores.parse(json.loads(json.dumps(row)), 1)
+    result = engine_scores.parse(json.dumps(row).encode(), 1)
     assert (result.id, result.tokens, result.logprobs) == expected
 
 
