@@ -165,7 +165,10 @@ def _checked(request: ScoreRequest) -> tuple[ScoreRequest, Path]:
 def _unfit(file: Path, against: Path | None) -> Iterator[str]:
     """Yield the problems of each file that is read, its first line included."""
     sequence = partial(sequences.parse, vocabulary=1 << 62, codec=sequences.ANY)  # whatever the model takes
-    for read, parse in ((file, sequence), *([(against, engine_scores.parse)] if against else [])):
+    parsers: list[tuple[Path, Callable[[bytes, int], Any]]] = [(file, sequence)]
+    if against is not None:
+        parsers.append((against, engine_scores.parse))
+    for read, parse in parsers:
         try:
             line = next((line for _, line in read_lines(read.expanduser()) if line.strip()), None)
         except (OSError, ValueError) as error:
