@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import COMBINED as FIELD
 from tp_invariant_recipes.settings.run_config import OVERLAPS as SECTION
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 DELAYED = "delay_wgrad_compute"
-FALSE = f"model.{FIELD}=false {SECTION}.{FIELD}=null"
 
 
 def _key(config: RunConfig) -> str:
@@ -24,8 +24,8 @@ def _key(config: RunConfig) -> str:
 
 def _row(
     test: Callable[[RunConfig], Any],
-    text: str,
-    solve: str,
+    text: str = "",
+    solve: str = "",
     needs: Callable[[RunConfig], bool] = RunConfig.overlaps,
     **more: Any,
 ) -> Rule[RunConfig]:
@@ -43,6 +43,10 @@ def _replaced(field: str) -> Rule[RunConfig]:
         f"{SECTION}.{field}=true",
         head=lambda t: f"model.{field}=true",
     )
+
+
+def _hybrid(config: RunConfig) -> Problem | None:
+    return Problem("", "hybrid models cannot be taken apart", config.without_overlap) if config.shape.hybrid else None
 
 
 def _recomputed(config: RunConfig) -> bool:
@@ -73,7 +77,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _row(lambda t: finetuning.packing(t) is not None,
         "Bridge does not tell it where packed sequences end, and attention would cross the ends",
         "dataset.enable_offline_packing=false"),
-    _row(lambda t: t.shape.hybrid, "hybrid models cannot be taken apart", FALSE),
+    _row(_hybrid),
     _row(lambda t: t.guard.kind != "off", "it frees activations that a guard reads", "guard=off"),
     _row(lambda t: bool(t.ledger.trace), "a trace reads whole layers", "leave ledger.trace out"),
     _invariant(lambda t: t.fsdp, "FSDP is not covered", "ddp.use_megatron_fsdp=false"),

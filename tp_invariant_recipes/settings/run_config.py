@@ -104,6 +104,11 @@ class RunConfig(OwnSections):
         return bool((self.section(OVERLAPS) or self.model).get(field))
 
     @property
+    def without_overlap(self) -> str:
+        """The override with which that schedule is off."""
+        return f"{OVERLAPS}.{COMBINED}=null" if self.section(OVERLAPS) else f"model.{COMBINED}=false"
+
+    @property
     def mixed_precision(self) -> Any:
         """The name of a recipe of Bridge's, fields of its MixedPrecisionConfig, or None: fp32."""
         return self.sections.get("mixed_precision")

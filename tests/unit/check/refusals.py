@@ -253,7 +253,7 @@ COMBINED_FIELDS: qwen3_moe_toy numerics=stock dp=2 ep=2 gbs=4 model.overlap_moe_
         dataset._target_=megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig
     taken_fields: mixed_precision=null model.bf16=true
 COMBINED_HYBRID: nemotron3_nano_toy numerics=stock dp=2 ep=2 gbs=4
-    own: model.overlap_moe_expert_parallel_comm=true
+    hybrid: model.overlap_moe_expert_parallel_comm=true
 INVARIANT_COMBINED, typed: qwen3_moe_toy dp=2 ep=2 gbs=4 model.overlap_moe_expert_parallel_comm=true
     use_megatron_fsdp: ddp.use_megatron_fsdp=true ddp.data_parallel_sharding_strategy=optim ledger.digests=0
     guard: guard=products

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that a run names and that are not there stand in one list with the settings that are wrong."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from tp_invariant_recipes.data.text import prepare, read_index
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.record import RunRequest
+from tp_invariant_recipes.ledger.run_files import RunFile
 
 # Overrides of `tpi train qwen3_toy`, and every problem of them.
 WRONG = (
@@ -49,15 +51,17 @@ def test_settings_and_files_that_are_wrong_come_in_one_list(cli, here, no_gpus, 
 
 
 def test_a_run_that_goes_on_needs_no_weights(here):
-    """Its checkpoint has them; a new run with the same command does not begin."""
-    request = RunRequest(
-        "qwen3_toy", tuple(parse_all(["weights=none", "run.dir=run", "numerics=tree"])), continues=True
-    )
+    """Its checkpoint has them; a new run with the same command does not begin. Its numerics are those of the run."""
+    request = RunRequest("qwen3_toy", tuple(parse_all(["weights=none", "run.dir=run"])), continues=True)
     with pytest.raises(ConfigError, match="none: no such folder"):
         request.composed("cpu")
     (here / "run").mkdir()
-    (here / "run" / "run.json").write_text("{}")
-    assert request.composed("cpu").config.weights.folder == "none"
+    run = RunFile(
+        "qwen3_toy", (), "cpu", layout={}, numerics={"mode": "gather"}, identity={}, identity_hash="0" * 64, attempts=()
+    )
+    (here / "run" / "run.json").write_text(json.dumps(run.as_json()))
+    config = request.composed("cpu").config
+    assert (config.weights.folder, config.numerics.mode) == ("none", "gather")
 
 
 NAMED = {

@@ -37,7 +37,14 @@ AUDIT = (
     (["qwen3_toy"], ["qwen3_toy is its own reference", "--against KEY=VALUE"]),
     (
         ["qwen3_moe_toy", "dp=2", "ep=2", "gbs=2", "model.overlap_moe_expert_parallel_comm=true"],
-        ["an audit reads whole layers; model.overlap_moe_expert_parallel_comm=false"],
+        ["error: overlap_moe_expert_parallel_comm=true: an audit reads whole layers; "
+            "model.overlap_moe_expert_parallel_comm=false\n"],
+    ),
+    (
+        ["qwen3_moe_toy", "dp=2", "ep=2", "gbs=2", "comm_overlap.tp_comm_overlap=false",
+            "comm_overlap.overlap_moe_expert_parallel_comm=true"],
+        ["error: overlap_moe_expert_parallel_comm=true: an audit reads whole layers; "
+            "comm_overlap.overlap_moe_expert_parallel_comm=null\n"],
     ),
     (["qwen3_toy", "tp=2", "model.hidden_dropout=0.1"], ["dropout draws other numbers in every layout"]),
     (["qwen3_toy", "tp=2", "--reference", "dp=2", "--against", "pp=2"], ["--reference and --against"]),

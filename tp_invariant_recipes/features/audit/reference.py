@@ -4,7 +4,7 @@
 from typing import Any
 
 from tp_invariant_recipes.config.overrides import Override, given
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.run_config import COMBINED, OVERLAPS, RunConfig
 
 _FUSED = (
     *("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax", "apply_rope"),
@@ -22,7 +22,7 @@ SIMPLEST: dict[str, Any] = {
     "model.cuda_graph_impl": "none",
     **dict.fromkeys(f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")),
     **dict.fromkeys(("model.tp_comm_overlap", "model.overlap_p2p_comm"), False),
-    "model.moe_shared_expert_overlap": False,
+    **{"model.moe_shared_expert_overlap": False, f"model.{COMBINED}": False, f"{OVERLAPS}.{COMBINED}": None},
     **{f"model.{name}_fusion": False for name in _FUSED},
     "ddp.use_megatron_fsdp": False,
     "ddp.data_parallel_sharding_strategy": "no_shard",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check import combined_schedule
 from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.comparison import deviation
 from tp_invariant_recipes.comparison.deviation import StepDumps, TensorDeviation
@@ -136,8 +135,8 @@ def new(
         made, own = _composed(model, [*common, length], problems), tuple(texts(differing))
     else:
         made, own = _reference(model, [*common, length], audited.config, of_reference, problems)
-    if any(run is not None and run.config.overlaps() for run in (audited, made)):
-        problems.append(f"{COMBINED}=true: an audit reads whole layers; {combined_schedule.FALSE}")
+    for solve in {run.config.without_overlap for run in (audited, made) if run and run.config.overlaps()}:
+        problems.append(f"{COMBINED}=true: an audit reads whole layers; {solve}")
     if problems or made is None:
         raise ConfigError(listed(problems), problems)
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{audited.config.layout.tp}"))

@@ -37,7 +37,7 @@ from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.settings import environment
-from tp_invariant_recipes.settings.run_config import COMBINED, OVERLAPS, RunConfig
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 SIDES = ("a", "b")
 # The variables of a run's recorded environment that belong to the machine; they keep this machine's values.
@@ -197,8 +197,7 @@ def _rerun(ledger: Ledger, run_dir: RunDir, steps: tuple[int, int], equal_until:
 
 def _whole_layers(config: RunConfig) -> list[str]:
     """Return overrides that change no bit, with which a step calls each module once, as a trace needs."""
-    combined = f"{OVERLAPS}.{COMBINED}=null" if config.section(OVERLAPS) else f"model.{COMBINED}=false"
-    return ["model.cuda_graph_impl=none", *([combined] if config.overlaps() else [])]
+    return ["model.cuda_graph_impl=none", *([config.without_overlap] if config.overlaps() else [])]
 
 
 @contextmanager
