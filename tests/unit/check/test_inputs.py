@@ -57,8 +57,9 @@ def test_a_run_that_goes_on_needs_no_weights(here):
         request.composed("cpu")
     (here / "run").mkdir()
     run = RunFile(
-        "qwen3_toy", (), "cpu", layout={}, numerics={"mode": "gather"}, identity={}, identity_hash="0" * 64, attempts=()
-    )
+        model="qwen3_toy", overrides=(), device="cpu", layout={}, numerics={"mode": "gather"}, identity={},
+        identity_hash="0" * 64, attempts=(),
+    )  # fmt: skip
     (here / "run" / "run.json").write_text(json.dumps(run.as_json()))
     config = request.composed("cpu").config
     assert (config.weights.folder, config.numerics.mode) == ("none", "gather")
