@@ -14,7 +14,6 @@ from tp_invariant_recipes.check.hosts.job import PendingJob
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import (
     Override,
-    changed,
     check_reserved,
     cluster_files,
     given,
@@ -30,7 +29,13 @@ from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import plan, record, trust
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
 from tp_invariant_recipes.launch.record import RunRequest
-from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run, resumes_model
+from tp_invariant_recipes.launch.resume import (
+    completed_text,
+    overrides_to_continue,
+    resume_run,
+    resumes_model,
+    with_groups,
+)
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
@@ -86,8 +91,8 @@ def resume(
     where = RunDir(run.expanduser().absolute())
     before = where.read_run(RunFile)
     problems, sound = check_reserved("submit --resume", parse_all(overrides))
-    recorded = overrides_to_repeat(where, before, sound, typed_model=resumes_model(run, model, before))
-    composed = _composed(before.model, changed(recorded, sound), problems)
+    continued = overrides_to_continue(where, before, sound, typed_model=resumes_model(run, model, before))
+    composed = _composed(before.model, with_groups(before, continued), problems)
     _check_fit([composed.config], problems, dry=how.dry)
     if not how.dry:
         _check_no_live_job(where)

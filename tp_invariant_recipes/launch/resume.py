@@ -93,10 +93,8 @@ def rerun(
 def compose_resumed(run: Path, model: str | None, overrides: Sequence[Override]) -> Composed:
     """Compose a run with its recorded overrides and these. Raises ConfigError, RunError."""
     before = RunDir(run).read_run(RunFile)
-    typed = [*OF_AN_ATTEMPT, *(override.path for override in overrides)]
-    trust.require(run, before, RunDir(run).config, typed, typed_model=resumes_model(run, model, before))
-    kept = parse_all(fingerprint.kept(before.numerics))  # another layout has other defaults
-    return _compose_as(before, [*_recorded(before, OF_AN_ATTEMPT), *kept, *overrides])
+    typed_model = resumes_model(run, model, before)
+    return _compose_as(before, overrides_to_continue(RunDir(run), before, overrides, typed_model=typed_model))
 
 
 def resumes_model(run: Path, model: str | None, before: RunFile) -> bool:
@@ -111,21 +109,35 @@ def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
     return compose(before.model, latest(overrides), device=before.device, numerics=before.numerics["mode"])
 
 
-def overrides_to_repeat(
+def overrides_to_continue(
     run_dir: RunDir, before: RunFile, typed: Sequence[Override], *, typed_model: bool = False
 ) -> list[Override]:
-    """Return the overrides that repeat a run elsewhere, including its device and numerics.
+    """Return the overrides that continue a run, typed ones last.
 
     before: its `run.json`. typed, typed_model: as for `trust.require`, which raises ConfigError.
     """
-    without = [*NOT_REPEATED, *(override.path for override in typed)]
+    without = [*OF_AN_ATTEMPT, *(override.path for override in typed)]
     trust.require(run_dir.path, before, run_dir.config, without, typed_model=typed_model)
-    repeated = _recorded(before, NOT_REPEATED)
+    kept = parse_all(fingerprint.kept(before.numerics))  # another layout has other defaults
+    return latest([*_recorded(before, OF_AN_ATTEMPT), *kept, *typed])
+
+
+def overrides_to_repeat(run_dir: RunDir, before: RunFile, typed: Sequence[Override]) -> list[Override]:
+    """Return the overrides that repeat a run elsewhere, including its device and numerics. Raises ConfigError.
+
+    before: its `run.json`. typed: those beside them, as for `trust.require`.
+    """
+    trust.require(run_dir.path, before, run_dir.config, [*NOT_REPEATED, *(override.path for override in typed)])
+    return with_groups(before, _recorded(before, NOT_REPEATED))
+
+
+def with_groups(before: RunFile, overrides: Sequence[Override]) -> list[Override]:
+    """Return the overrides with a run's device and numerics, where they name none."""
     decided = {"device": before.device, "numerics": before.numerics["mode"]}
     missing = {
-        group: option for group, option in decided.items() if not given(repeated, f"{group}.{DECIDED_BY[group]}")
+        group: option for group, option in decided.items() if not given(overrides, f"{group}.{DECIDED_BY[group]}")
     }
-    return [*(parse(f"{group}={option}") for group, option in missing.items()), *repeated]
+    return [*(parse(f"{group}={option}") for group, option in missing.items()), *overrides]
 
 
 def _recorded(before: RunFile, without: Sequence[str]) -> list[Override]:

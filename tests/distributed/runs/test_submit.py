@@ -156,16 +156,17 @@ def _files(where: Path) -> dict[str, bytes]:
 
 
 def test_a_run_goes_on_in_a_job(cli, slurm, here, tmp_path):
-    assert cli("submit", *RUN, "tp=2", "iters=7", "run.dir=a").status == 0
+    assert cli("submit", *RUN, "dp=2", "gbs=2", "iters=7", "guard=products", "run.dir=a").status == 0
     where = RunDir(here / "a")
     before = _files(where.path)
-    ended = cli("submit", "--resume", "a", "slurm.time=9", "tp=4", "--after", "12")
+    ended = cli("submit", "--resume", "a", "slurm.time=9", "dp=1", "--after", "12")
     assert (ended.status, ended.out) == (0, "13\n"), ended.err
     assert "waits until job 12 has ended well" in ended.err
     assert slurm.calls("sbatch")[1] == f"--parsable --kill-on-invalid-dep=yes --dependency=afterok:12 {where.script}"
     words = where.script.read_text().split(" train qwen3_toy \\\n")[1].split(" launcher=slurm --continue")[0]
     kept = [word for word in RUN[1:] if not word.startswith("slurm.time=")]
-    given = [*kept, "iters=7", "device=cpu", "slurm.time=9", "tp=4"]
+    counts = ["numerics.data_shards=2", "numerics.context_shards=1"]  # another layout has other defaults
+    given = [*kept, "gbs=2", "iters=7", "guard=products", "device=cpu", *counts, "slurm.time=9", "dp=1"]
     assert [word.strip() for word in words.split(" \\\n")] == ["numerics=tree", *given, 'run.dir="$run"']
     assert {name for name, data in _files(where.path).items() if data != before.get(name)} == {
         "job.sbatch",
