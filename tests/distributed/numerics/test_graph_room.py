@@ -4,9 +4,14 @@
 A processor has no CUDA graphs. Here a step "in a graph" runs eagerly, with the slots, empty rows and counts of a graph.
 """
 
+import signal
+from collections import deque
+
 import pytest
 
-from tests.distributed.scenario import unequal
+from tests.distributed.faults import at_step, reached, stop, wait_for_sigterm
+from tests.distributed.scenario import Scenario, unequal
+from tp_invariant_recipes.ledger.open import read
 
 EXPERTS = (
     "qwen3_moe_toy seq=64 gbs=4 iters=7 numerics.data_shards=2 numerics.expert_groups=2 model.num_layers=2 "
@@ -119,3 +124,30 @@ def test_a_run_has_the_ledger_of_one_without_graphs(scenario, more):
 def test_slots_that_lack_unseen_change_the_run(scenario):
     run = scenario(EXPERTS)
     assert unequal(run.ledger(), run.planted(graphs(0.9, blind=True)).ledger())[0].startswith("step 4")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("lost", (False, True))
+def test_a_run_that_stops_among_graphs_goes_on_with_its_data(tpi, lost):
+    """Step 6's data is read as step 5 computes, and SIGTERM comes then. The control loses what is read ahead."""
+    words = f"{EXPERTS} iters=10 data=text data.path=words.txt"
+    (tpi.folder / "words.txt").write_text("".join(f"It was the best of times number {n}. " for n in range(400)))
+    steps = Scenario(tpi, tpi.folder)(words).ledger()
+
+    def plant() -> None:
+        from tp_invariant_recipes.numerics.megatron import graph_room
+
+        graphs(1.25)()
+        if not run.exists():
+            at_step(5, wait_for_sigterm)()
+        if lost:
+            ahead = graph_room._read_ahead
+            graph_room._read_ahead = lambda *a, **more: ahead(*a, **more) and deque()
+
+    run = tpi.folder / "run"
+    stopped = tpi.start("train", *words.split(), "save=100", f"run.dir={run}", before=plant)
+    stop(stopped, reached(tpi.folder, 5), signal.SIGTERM, 0)
+    assert "stopped at step 5 of 10" in stopped.stderr
+    tpi("train", "--resume", run, before=plant, status=0)
+    differing = unequal(steps, list(read(run).steps))
+    assert (differing[0] if lost else differing) == ("step 5: loss" if lost else [])
