@@ -31,15 +31,12 @@ class Tail:
     """Reads the progress file as it grows.
 
     steps: the last step's number. position: where the next look starts.
-    strange: the first line of another kind, and what is wrong with it. reported: whether the watcher has said so.
     """
 
     file: Path
     steps: int
     position: int = 0
     events: list[Any] = field(default_factory=list)
-    strange: str | None = None
-    reported: bool = False
 
     def __post_init__(self) -> None:
         self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier restart's steps are not news
@@ -61,11 +58,7 @@ class Tail:
         fresh = []
         for line in whole.splitlines():
             with suppress(ValueError):
-                event = parse_json(line, constants=True)
-                try:
-                    fresh.append(checked(ProgressLine, event))
-                except ValueError as error:
-                    self.strange = self.strange or f"{self.file}: a line of another kind is not shown: {error}"
+                fresh.append(checked(ProgressLine, parse_json(line, constants=True)))
         self.events = [*self.events, *fresh][-WINDOW:]
         return fresh
 
@@ -112,9 +105,6 @@ class Lines:
         for event in self.tail.new():
             loss = "skipped" if event.loss is None else f"loss {event.loss:.4f}"
             self.show(event, f"{loss}  {self.tail.tokens_per_second():,.0f} tokens/s")
-        if self.tail.strange and not self.tail.reported:
-            self.tail.reported = True
-            self.console.print(Text(self.tail.strange), soft_wrap=True)
 
     def show(self, event: ProgressLine, figures: str) -> None:
         """Show a step, if it is due."""

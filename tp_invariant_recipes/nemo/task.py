@@ -56,7 +56,8 @@ def main(words: Sequence[str]) -> int:
                 calls.append(None)
                 _pretrain_recorded(original, *arguments, **keywords)
 
-            places = [name for name, m in list(sys.modules.items()) if _holds(m, original)]
+            there = list(sys.modules.items())
+            places = [name for name, m in there if getattr(m, "__dict__", {}).get("pretrain") is original]
             rows = [Replacement(f"{place}:pretrain", lambda _: counted, "it writes the ledger") for place in places]
             sys.argv = rest
             with applied(rows):
@@ -71,10 +72,6 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _holds(module: Any, original: Callable[..., Any]) -> bool:
-    return getattr(module, "__dict__", {}).get("pretrain") is original
 
 
 @contextmanager

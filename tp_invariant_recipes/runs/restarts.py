@@ -41,8 +41,9 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
 
     outcome: "completed", "stopped" or "failed". requeued: whether its job asks to be queued again.
     """
+    *before, last = run_dir.read_run(Restarted).attempts
     try:
-        run_dir.write(run_dir.run, _ended(run_dir, outcome, why, requeued=requeued))
+        _write(run_dir, [*before, replace(last, outcome=outcome, why=why, requeued=requeued)])
     except RunError as error:
         if getattr(error.__cause__, "errno", None) in DISK_FULL:
             with suppress(OSError):
@@ -50,13 +51,8 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
         raise
 
 
-def _ended(run_dir: RunDir, outcome: str, why: str | None, *, requeued: bool) -> dict[str, Any]:
-    *before, last = run_dir.read_run(Restarted).attempts
-    return _with_attempts(run_dir, [*before, replace(last, outcome=outcome, why=why, requeued=requeued)])
-
-
-def _with_attempts(run_dir: RunDir, attempts: Sequence[Restart]) -> dict[str, Any]:
-    return run_dir.read_run() | {"attempts": [attempt.as_json() for attempt in attempts]}
+def _write(run_dir: RunDir, attempts: Sequence[Restart]) -> None:
+    run_dir.write(run_dir.run, run_dir.read_run() | {"attempts": [attempt.as_json() for attempt in attempts]})
 
 
 def refused(run_dir: RunDir, why: str, job: RestartJob | None) -> None:
@@ -65,8 +61,7 @@ def refused(run_dir: RunDir, why: str, job: RestartJob | None) -> None:
     step = before[-1].from_step if before else 0
     last = run_dir.read_config(Config).train.train_iters
     attempt = started(step, last, job, run_dir.read_run().get("layout", {}))
-    run_dir.write(run_dir.run, _with_attempts(run_dir, [*before, attempt]))
-    end(run_dir, "failed", why)
+    _write(run_dir, [*before, replace(attempt, outcome="failed", why=why)])
 
 
 def consecutive_failures(attempts: Sequence[Restart], start: int) -> int:

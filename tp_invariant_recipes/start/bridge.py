@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -115,6 +115,12 @@ MODELS = "megatron.bridge.models.gpt_provider"
 # Makes torch.cuda.is_available() ask NVML. Otherwise it starts CUDA, and then no rank can be forked.
 ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
+COMPILED_LATER = Replacement(
+    "torch:compile",
+    lazy_imports.at_the_first_call,
+    "it would import torch's compiler for functions that most runs never call",
+)
+
 # The environment variables at the first import, and those that its libraries set; empty before.
 imported_with: dict[str, str] = {}
 
@@ -143,18 +149,12 @@ def _import(*names: str) -> None:
     with quiet(), _without_garbage_collection(), _nvml_only():
         if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
             prepare_import()
-        with lazy_imports.put_off(_later), _compiled_later():
+        # Megatron keeps this version of torch.compile for what it decorates later.
+        compiled = [COMPILED_LATER] if os.environ.get(lazy_imports.EAGER) != "1" else []
+        with lazy_imports.put_off(_later), applied(compiled):
             prepare_import()
             for name in names:
                 import_module(name)
-
-
-def _compiled_later() -> AbstractContextManager[None]:
-    """In the block torch.compile waits for the first call. Megatron keeps this version for what it decorates later."""
-    if os.environ.get(lazy_imports.EAGER) == "1":
-        return nullcontext()
-    why = "it would import torch's compiler for functions that most runs never call"
-    return applied([Replacement("torch:compile", lazy_imports.at_the_first_call, why)])
 
 
 @contextmanager

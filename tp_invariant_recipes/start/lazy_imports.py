@@ -374,20 +374,11 @@ def _is_below(name: str, parent: str) -> bool:
     return f"{name}.".startswith(f"{parent}.")
 
 
-def reason_against(later: Deferred) -> str | None:
-    """Why a package is imported at the start; None: it waits."""
-    if os.environ.get(EAGER) == "1":
-        return f"{EAGER}=1"
-    for distribution, version in later.versions.items():
-        present = installed(distribution)
-        if present is None:
-            return f"{distribution} is not installed"
-        if version not in (None, present):
-            return f"{distribution} is {present}; its imports are known for {version}"
-    there = [name for name in later.modules if name in sys.modules]
-    if not waits(later.while_waits):
-        there.append(str(later.while_waits))
-    return f"{there[0]} is imported already" if there else None
+def may_wait(row: Deferred) -> bool:
+    """Whether a package may wait: it has the row's versions, and nobody has imported it or what it adds to."""
+    present = {name: installed(name) for name in row.versions}
+    known = None not in present.values() and all(row.versions[name] in (None, present[name]) for name in present)
+    return known and waits(row.while_waits) and sys.modules.keys().isdisjoint(row.modules)
 
 
 @contextmanager
@@ -397,9 +388,9 @@ def put_off(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None
     around: holds while one of them is imported, then.
     """
     waiting = []
-    for later in DEFERRED:
-        if reason_against(later) is None:
-            waiting.append(Waiting(later, around))
+    for row in DEFERRED if os.environ.get(EAGER) != "1" else ():
+        if may_wait(row):
+            waiting.append(Waiting(row, around))
             waiting[-1].place()
     yield
     for finder in waiting:

@@ -124,17 +124,11 @@ def test_other_threads_wait_for_the_whole_import(put, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "versions, eager, reason",
-    (
-        ({"pytest": pytest.__version__}, "", None), ({"pytest": None}, "", None),
-        ({"pytest": "0.1"}, "", "its imports are known for 0.1"), ({"no-such-thing": None}, "", "not installed"),
-        ({"pytest": None}, "1", "TPI_EAGER_IMPORTS=1"),
-    ),
-)  # fmt: skip
-def test_only_versions_that_are_known_wait(versions, eager, reason, monkeypatch):
-    monkeypatch.setenv(lazy_imports.EAGER, eager)
-    result = lazy_imports.reason_against(Deferred(versions, {"zoo": {}}, below="zoo"))
-    assert result is None if reason is None else reason in result
+    "distribution, version, waits",
+    (("pytest", pytest.__version__, True), ("pytest", None, True), ("pytest", "0.1", False), ("nothing", None, False)),
+)
+def test_only_versions_that_are_known_wait(distribution, version, waits):
+    assert lazy_imports.may_wait(Deferred({distribution: version}, {"zoo": {}}, below="zoo")) is waits
 
 
 def double(x):
