@@ -78,7 +78,6 @@ def report(
     runs: Annotated[list[Path], argument("RUN", "Run directories, ledger files or certificates.")],
     out: Annotated[Path, option("FILE.html", "Name of the page.")] = Path("report.html"),
     force: Annotated[bool, flag("Overwrite an existing page.", "--force")] = False,
-    open_: Annotated[bool, flag("Show the page in a browser afterwards.", "--open")] = False,
 ) -> None:
     """Write a page that compares runs with the first.
 
@@ -102,8 +101,6 @@ def report(
     for line in page.verdicts(gathered):
         terminal.print_text(single_line(line))
     terminal.print_text(f"wrote {out}")
-    if open_:
-        typer.launch(str(out.resolve()))
 
 
 def bisect(

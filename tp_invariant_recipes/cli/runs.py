@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tp_invariant_recipes.cli import output
-from tp_invariant_recipes.cli.arguments import Json, argument, flag, option
+from tp_invariant_recipes.cli.arguments import Json, argument, flag
 from tp_invariant_recipes.cli.output import Line
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.text import plural, single_line
@@ -129,12 +129,7 @@ def cancel(names: Jobs) -> None:
         )
 
 
-def wait(
-    names: Jobs,
-    timeout: Annotated[
-        float | None, option("SECONDS", "Stop waiting after this time, with exit status 2.", min=0)
-    ] = None,
-) -> None:
+def wait(names: Jobs) -> None:
     """Wait until jobs have ended, and report their results.
 
     A requeued job has not ended. Exit status: 0 the run completed, or all configurations of the verify are identical; 1
@@ -143,13 +138,13 @@ def wait(
 
     \b
     tpi wait 12 && tpi report runs/a
-    tpi wait 12 13 --timeout 3600
+    timeout 3600 tpi wait 12 13
     tpi wait $(tpi submit qwen3_8b tp=4 cluster=h100 slurm.time=1:00:00)
     """
     from tp_invariant_recipes.jobs.registry import find
-    from tp_invariant_recipes.jobs.states import wait
+    from tp_invariant_recipes.jobs.states import watch
 
-    ended = wait(find(names), _print_status, timeout)
+    *_, ended = watch(find(names), _print_status)
     for states in ended:
         terminal.print_text(_closing(states))
     _exit(ended)

@@ -3,7 +3,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,8 +21,7 @@ from tp_invariant_recipes.text import single_line, visible
 
 COMPLETED, UNKNOWN = "completed", "unknown"
 RECENT = 24 * 3600  # seconds
-FIRST_PAUSE, LONGEST_PAUSE = 2.0, 15.0  # seconds between two queries to the controller
-SLOWER = 1.25  # the factor by which the pause grows while nothing changes
+PAUSE = 5.0  # seconds between two queries to the controller
 SETTLE = 15.0  # seconds after a job's end within which the last bytes of its node are visible here
 LOOK = 0.5  # seconds between two looks
 # SLURM's words for jobs that ended by themselves; their run directories say how.
@@ -229,72 +228,37 @@ def _last_step(file: Path) -> tuple[int | None, float | None]:
         return None, None
 
 
-@dataclass
-class Watch:
-    """Queries the controller about submissions, less and less often while nothing changes.
+def watch(submissions: Sequence[Submission], report: Callable[[str], None]) -> Iterator[list[list[JobState]]]:
+    """Yield the states of each, every LOOK seconds, until all have ended. A requeued job has not. Changes no job.
 
-    report: called with one line per change.
-    states: from the last answer, a list for each submission.
+    report: called with one line per change. Raises RunError when the first query fails.
     """
-
-    submissions: Sequence[Submission]
-    report: Callable[[str], None]
-    states: list[list[JobState]] = field(default_factory=list)
-    _pause: float = 0.0
-    _next: float = 0.0
-    _ended: float | None = None
-    _reported: dict[str, str] = field(default_factory=dict)
-    _unavailable: bool = False
-
-    def __call__(self) -> bool:
-        """Query SLURM after the pause. Returns whether all have ended. Raises RunError when the first query fails."""
-        if time.monotonic() >= self._next:
-            self._ask()
-            self._next = time.monotonic() + (LOOK if self._ended else self._pause)
-        if self._ended is None:
-            return False
-        settled = all(state.settled for states in self.states for state in states)
-        return settled or time.monotonic() - self._ended > SETTLE
-
-    def _ask(self) -> None:
-        try:
-            self.states = now(self.submissions)
-        except RunError as error:
-            if not self.states:
-                raise
-            if not self._unavailable:  # jobs continue while the controller is temporarily unavailable
-                self.report(f"no answer, asking again and again: {error}")
-            self._unavailable = True
+    states: list[list[JobState]] = []
+    reported: dict[str, str] = {}
+    asked, ended, away = float("-inf"), None, False
+    while True:
+        if time.monotonic() - asked >= (LOOK if ended else PAUSE):
+            asked = time.monotonic()
+            try:
+                states, away = now(submissions), False
+            except RunError as error:
+                if not states:
+                    raise
+                if not away:  # jobs continue while the controller is temporarily unavailable
+                    report(f"no answer, asking again and again: {error}")
+                away = True
+            alive = [state for each in states for state in each if state.exit_status is None]
+            for state in alive:
+                if reported.get(state.part.id) != state.text:
+                    on = f" on {state.nodes}" if state.word == "RUNNING" and state.nodes else ""
+                    report(f"{state}{on}")
+            reported = {state.part.id: state.text for state in alive}
+            ended = None if alive else ended or time.monotonic()
+        yield states
+        settled = all(state.settled for each in states for state in each)
+        if ended is not None and (settled or time.monotonic() - ended > SETTLE):
             return
-        self._unavailable = False
-        alive = self.alive()
-        for state in alive:
-            if self._reported.get(state.part.id) != state.text:
-                on = f" on {state.nodes}" if state.word == "RUNNING" and state.nodes else ""
-                self.report(f"{state}{on}")
-        news = {state.part.id: state.text for state in alive}
-        self._pause = FIRST_PAUSE if news != self._reported else min(LONGEST_PAUSE, self._pause * SLOWER)
-        self._reported = news
-        self._ended = None if alive else self._ended or time.monotonic()
-
-    def alive(self) -> list[JobState]:
-        """Return the states of all that have not ended."""
-        return [state for states in self.states for state in states if state.exit_status is None]
-
-
-def wait(
-    submissions: Sequence[Submission], report: Callable[[str], None], timeout: float | None = None
-) -> list[list[JobState]]:
-    """Wait until all have ended; returns the states of each. A requeued job has not ended. Changes no job.
-
-    report: called with each change. timeout: in seconds; after it RunError, as when SLURM does not answer.
-    """
-    watch, until = Watch(submissions, report), None if timeout is None else time.monotonic() + timeout
-    while not watch():
-        if until is not None and time.monotonic() >= until:
-            raise RunError("\n  ".join([f"not ended after {timeout:g} s:", *map(str, watch.alive())]))
         time.sleep(LOOK)
-    return watch.states
 
 
 @dataclass
@@ -355,15 +319,14 @@ def show(submission: Submission, out: BinaryIO) -> None:
 def follow(
     submission: Submission, out: BinaryIO, report: Callable[[str], None], reader_gone: Callable[[], bool]
 ) -> list[JobState] | None:
-    """Write the output of its jobs until they have ended; returns the last states. Raises RunError like `wait`.
+    """Write the output of its jobs until they have ended; returns the last states. Raises RunError like `watch`.
 
     reader_gone: whether nobody reads `out` any more; then it ends at once and returns None.
     """
-    watch, tails = Watch([submission], report), Tails(submission.parts, out)
-    while not watch():
+    tails, last = Tails(submission.parts, out), []
+    for (last,) in watch([submission], report):  # noqa: B007  those of the end are returned
         tails()
         if reader_gone():
             return None
-        time.sleep(LOOK)
     tails(last=True)
-    return watch.states[0]
+    return last

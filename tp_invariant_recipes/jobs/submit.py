@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -292,29 +293,17 @@ def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:
         for name in names
         if name not in known
     ]
-    if not problems:
-        chosen = [known[name] for name in names]
-        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(config, chosen, ",".join(names)))]
-    return problems
-
-
-def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
-    limits = [partition.seconds for partition in chosen]
+    if problems:
+        return problems
+    limits, chosen = [known[name].seconds for name in names], ",".join(names)
     longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
-    try:
-        requested = job_rules.parse_time(config.slurm.time or "")
-    except ValueError:  # job_rules reports it
-        return None
-    if longest is None or requested <= longest:
-        return None
-    return f"slurm.time={config.slurm.time}: partition {names} allows {timedelta(seconds=longest)}"
-
-
-def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
-    allocated, most = run_config.allocation_of(config), max(partition.nodes for partition in chosen)
-    if allocated.nodes <= most:
-        return None
-    return f"{allocated} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
+    with suppress(ValueError):  # job_rules reports it
+        if longest is not None and job_rules.parse_time(config.slurm.time or "") > longest:
+            problems.append(f"slurm.time={config.slurm.time}: partition {chosen} allows {timedelta(seconds=longest)}")
+    allocated, most = run_config.allocation_of(config), max(known[name].nodes for name in names)
+    if allocated.nodes > most:
+        problems.append(f"{allocated} are needed, and partition {chosen} has {most}; lower tp, pp, cp or dp")
+    return problems
 
 
 def _ids(names: Sequence[str]) -> tuple[str, ...]:

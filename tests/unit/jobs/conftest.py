@@ -18,7 +18,7 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
-    for name, value in {"FIRST_PAUSE": 0.0, "LONGEST_PAUSE": 0.01, "LOOK": 0.01}.items():
+    for name, value in {"PAUSE": 0.01, "LOOK": 0.01}.items():
         monkeypatch.setattr(states, name, value)
 
 

@@ -85,14 +85,6 @@ def test_wait_for_several_ends_with_the_worst_status(cli, slurm, submitted):
     assert [line.split(":")[0] for line in ended.out.splitlines()] == ["12 a", "14 v"]
 
 
-def test_wait_no_longer_than_it_may(cli, slurm, submitted):
-    submitted()
-    slurm.scene(row("12", "PENDING", "Priority"))
-    ended = cli("wait", "12", "--timeout", "0.2")
-    assert (ended.status, ended.out) == (2, "")
-    assert ended.err.endswith("error: not ended after 0.2 s:\n  12 a: pending (Priority)\n")
-
-
 def test_a_controller_that_is_away_for_a_while_does_not_end_a_wait(cli, slurm, submitted):
     made = submitted()
     slurm.scene(row("12", "RUNNING"))
