@@ -257,7 +257,7 @@ class _Executed(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its own spec again."""
-        module.__spec__ = self._spec
+        vars(module)["__spec__"] = self._spec  # a module of options of torch refuses attributes that are no options
 
 
 @dataclass(eq=False)

@@ -132,6 +132,22 @@ def test_torchs_compiler_waits_until_something_is_compiled():
     assert _printed(COMPILER, eager="1")[:2] == [shape, steps.replace("True", "False")]
 
 
+SHAPES_ALONE = """
+from tp_invariant_recipes.start import bridge, lazy_imports
+bridge.load()
+from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
+with FakeTensorMode():
+    print(tuple((torch.ones(2, 3) @ torch.ones(3, 4)).shape))
+print(torch._dynamo.config.__spec__.name, lazy_imports.waits("torch._dynamo"))
+"""
+
+
+def test_a_dtensor_can_be_the_first_to_ask_for_the_compiler():
+    """It computes shapes by tensors without values, whose modes import the compiler's options."""
+    assert _printed(SHAPES_ALONE) == ["(2, 4)", "torch._dynamo.config False"]
+
+
 CONVERTER = """
 import json, sys
 from pathlib import Path

@@ -76,6 +76,27 @@ def test_another_module_of_the_package_brings_all_of_it_and_is_executed_once(put
     assert sys.modules["zoo.cat"].__spec__.origin.endswith("cat.py")
 
 
+OPTIONS = """
+import sys
+from types import ModuleType
+class Options(ModuleType):
+    def __setattr__(self, name, value):
+        raise AttributeError(f"{name} is no option")
+size = 1
+sys.modules[__name__].__class__ = Options
+"""
+
+
+def test_a_module_may_refuse_attributes(put, tmp_path):
+    """torch._dynamo.config does, which Megatron-FSDP's first DTensor imports."""
+    (tmp_path / "zoo" / "cat.py").write_text(OPTIONS)
+    put()
+    import zoo.cat
+
+    assert zoo.cat.size == 1
+    assert zoo.cat.__spec__.origin.endswith("cat.py")
+
+
 def test_a_module_that_passes_leaves_the_package_waiting(put):
     waiting = put()
     assert import_module("zoo.tools.ruler").length == 3
