@@ -27,8 +27,8 @@ _LAYER = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
 
 
 # Of a parameter, a module or a tensor: no space, and nothing that a terminal obeys.
-NAME = re.compile(r"[!-~]{1,1024}")
-Name = Annotated[str, Bounds(pattern=rf"^{NAME.pattern}$")]
+Name = Annotated[str, Bounds(pattern="^[!-~]{1,1024}$")]
+Shape = Annotated[tuple[Count, ...], Bounds(max_length=32, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Parameter(Record):
     """
 
     name: Name
-    shape: Annotated[tuple[Count, ...], Bounds(max_length=32, strict=False)]
+    shape: Shape
     gradient: Name | None
     weight: Name
     master: Name | None = None
@@ -160,13 +160,6 @@ def group_of(name: str) -> str:
     return layer[0] if layer else name.rpartition(".")[0] or name
 
 
-def check_digest(text: object) -> str:
-    """Return the unchanged text. ValueError: it is not 32 lower-case hexadecimal digits."""
-    if not isinstance(text, str) or not _TEXT.fullmatch(text):
-        raise ValueError(f"{text!r} is not a digest of 32 lower-case hexadecimal digits")
-    return text
-
-
 def check_digests(texts: Collection[object]) -> None:
     """Check many digests in one match. ValueError names the first that is none."""
     try:
@@ -174,8 +167,8 @@ def check_digests(texts: Collection[object]) -> None:
     except TypeError:
         joined = ""
     if not (_TEXTS.fullmatch(joined) and len(joined) == 32 * len(texts) and set(map(len, texts)) <= {32}):  # type: ignore[arg-type]
-        for text in texts:
-            check_digest(text)
+        wrong = next(text for text in texts if not isinstance(text, str) or not _TEXT.fullmatch(text))
+        raise ValueError(f"{wrong!r} is not a digest of 32 lower-case hexadecimal digits")
 
 
 def in_order(names: Iterable[str]) -> list[str]:

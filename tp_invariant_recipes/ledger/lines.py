@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of a ledger's two kinds of line, header and step."""
 
-import functools
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
 
 from tp_invariant_recipes.ledger.bits import described, readable
-from tp_invariant_recipes.ledger.digests import NAME, Traced, check_digests, summaries
+from tp_invariant_recipes.ledger.digests import Name, Shape, Traced, check_digests, summaries
 from tp_invariant_recipes.ledger.schema import (
     COPIES,
     COUNTS,
@@ -19,17 +19,52 @@ from tp_invariant_recipes.ledger.schema import (
     IDENTITY,
     INFORMATIVE,
     KIND,
-    MOST,
     SCHEMA,
     Header,
     StepRecord,
     check_bits,
 )
-from tp_invariant_recipes.reading import checked, parse_object
+from tp_invariant_recipes.reading import Bounds, Count, Listed, Record, checked, parse_object
 
 _SAME = "gradients"  # for the clipped gradients: as before clipping
-_DIVERGING = (*DIGESTED, COPIES, *DIRECTIONS)  # what may diverge
 _STATES = 16  # at most, of a parameter's tensors in the optimizer
+_PART = re.compile(r"[!-.0-~]{1,1024}")  # of a name, between slashes
+
+
+def _one_of(words: Sequence[str]) -> Bounds:
+    return Bounds(pattern=f"^({'|'.join(words)})$")
+
+
+_Ranks = Annotated[tuple[Count, ...], Bounds(strict=False, min_length=1)]
+# Direction, module, tensor, dtype, shape, digest.
+_TracedRow = Annotated[
+    tuple[
+        Annotated[str, _one_of(DIRECTIONS)],
+        Name,
+        Annotated[str, Bounds(pattern=f"^{_PART.pattern}$")],
+        Name,
+        Shape,
+        Annotated[str, Bounds(pattern="^[0-9a-f]{32}$")] | None,
+    ],
+    Bounds(strict=False),
+]
+
+
+@dataclass(frozen=True)
+class _Diverged(Record):
+    """Of what kind the tensor is whose replicas disagree, its name, and the ranks that agree."""
+
+    of: Annotated[str, _one_of((*DIGESTED, COPIES, *DIRECTIONS))]
+    parameter: Name
+    ranks: Annotated[tuple[_Ranks, ...], Bounds(strict=False, min_length=1)]
+
+
+@dataclass(frozen=True)
+class _Tensors(Record):
+    """What the line of a step says of tensors beside their digests."""
+
+    diverged: Listed[_Diverged] = ()
+    trace: Listed[_TracedRow] = ()
 
 
 def encode_header(header: Header) -> bytes:
@@ -89,24 +124,14 @@ def decode_step(line: bytes, header: Header) -> StepRecord:
     for kind in DIGESTED:
         if kind in raw:
             record[kind] = _decode_kind(kind, raw, record, header)
-    record["diverged"] = tuple(map(_decode_diverged, _required(raw, "diverged", list) if "diverged" in raw else ()))
-    if "trace" in raw:
-        record["trace"] = tuple(map(_decode_traced, _required(raw, "trace", list)))
+    if "diverged" in raw or "trace" in raw:
+        tensors = checked(_Tensors, raw)
+        record["diverged"] = tuple((entry.of, entry.parameter, entry.ranks) for entry in tensors.diverged)
+        record["trace"] = tuple(Traced(*row) for row in tensors.trace) if "trace" in raw else None
     if "evaluations" in raw:
         losses = _required(raw, "evaluations", dict)
         record["evaluations"] = {name: _decode_float(name, loss) for name, loss in losses.items()}
     return StepRecord(**record)
-
-
-def _name(raw: object) -> str:
-    if not isinstance(raw, str) or not _is_name(raw):
-        raise ValueError(f"{raw!r:.100} is not the name of a tensor, a module or a type")
-    return raw
-
-
-@functools.lru_cache(maxsize=1 << 16)  # the same names at every step
-def _is_name(text: str) -> bool:
-    return NAME.fullmatch(text) is not None
 
 
 def _line(raw: dict) -> bytes:
@@ -131,19 +156,12 @@ def _decode_kind(kind: str, raw: dict, record: dict[str, Any], header: Header) -
     if kind == "moments":
         if len(digests) > _STATES:
             raise ValueError(f"moments: {len(digests)} tensors of a parameter, and an optimizer has at most {_STATES}")
+        if wrong := [state for state in digests if not _PART.fullmatch(state)]:
+            raise ValueError(f"moments: {wrong[0]!r:.100} is not the name of a tensor in an optimizer")
         names = header.digested(kind)
-        states = {
-            _state(state): _decode_digests(kind, _required(digests, state, dict), names, partial=True)
-            for state in digests
-        }
+        states = {s: _decode_digests(kind, _required(digests, s, dict), names, partial=True) for s in digests}
         return {f"{state}/{name}": text for state, texts in states.items() for name, text in texts.items()}
     return _decode_digests(kind, digests, header.digested(kind))
-
-
-def _state(name: str) -> str:
-    if "/" in _name(name):
-        raise ValueError(f"moments: {name!r:.100} is not the name of a tensor in an optimizer")
-    return name
 
 
 def _encode_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict:
@@ -175,33 +193,6 @@ def _decode_digests(kind: str, raw: dict, names: Sequence[str], *, partial: bool
     if raw != {"model": model, "groups": groups, "parameters": listed}:
         raise ValueError(f"{kind}: group or model do not belong to the parameters: the line was altered")
     return dict(zip(names, texts, strict=True))
-
-
-def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]]:
-    if not isinstance(raw, dict):
-        raise ValueError("diverged: not an object")
-    wrong = "diverged: ranks are not lists of numbers of ranks"
-    ranks = tuple(_counts(group, wrong) for group in _required(raw, "ranks", list))
-    if not all(ranks) or not ranks:
-        raise ValueError("diverged: no ranks, so that the ranks that disagree are unknown")
-    kind = _required(raw, "of", str)
-    if kind not in _DIVERGING:
-        raise ValueError(f"diverged: {kind!r} is not one of {', '.join(_DIVERGING)}")
-    return kind, _name(_required(raw, "parameter")), ranks
-
-
-def _decode_traced(raw: object) -> Traced:
-    if not isinstance(raw, list) or len(raw) != len(fields(Traced)):
-        raise ValueError("trace: an entry is not a list of direction, module, tensor, dtype, shape and digest")
-    direction, module, tensor, dtype, shape, digest = raw
-    sizes = _counts(shape, f"{shape!r} is not a shape")
-    return Traced(_name(direction), _name(module), _name(tensor), _name(dtype), sizes, digest)
-
-
-def _counts(raw: object, wrong: str) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not all(type(count) is int and 0 <= count <= MOST for count in raw):
-        raise ValueError(wrong)
-    return tuple(raw)
 
 
 def _decode_float(name: str, raw: object) -> str:

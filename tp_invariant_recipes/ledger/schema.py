@@ -4,12 +4,12 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from tp_invariant_recipes.ledger.bits import bits_float
-from tp_invariant_recipes.ledger.digests import Parameter, Traced, check_digest, check_digests
+from tp_invariant_recipes.ledger.digests import Parameter, Traced, check_digests
 from tp_invariant_recipes.reading import Count, Integer, Keys, Layout, Listed, Record
 
 SCHEMA = 3
@@ -212,17 +212,6 @@ class StepRecord:
             check_bits(f"evaluations: {name}", bits)
         for kind in DIGESTED:
             check_digests((getattr(self, kind) or {}).values())
-        _check_trace(self.trace or ())
-
-
-def _check_trace(trace: Iterable[Traced]) -> None:
-    for traced in trace:
-        if traced.direction not in DIRECTIONS:
-            raise ValueError(f"trace: {traced.direction!r} is not a direction: forward or backward")
-        if "/" in traced.tensor:  # it ends a name of direction, module and tensor
-            raise ValueError(f"trace: {traced.tensor!r:.100} is not a tensor of a module: input or output")
-        if traced.digest is not None:
-            check_digest(traced.digest)
 
 
 @dataclass(frozen=True)

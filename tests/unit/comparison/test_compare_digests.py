@@ -3,11 +3,10 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.comparison.ledgers import FC2, HEADER, NAMES, STEPS, A, grown, ledger, record, trace, value, with_trace
+from tests.unit.comparison.ledgers import FC2, HEADER, NAMES, STEPS, A, grown, ledger, record, value, with_trace
 from tp_invariant_recipes.comparison.compare import Verdict, compare
 from tp_invariant_recipes.comparison.result import comparison_json
 from tp_invariant_recipes.comparison.text import parameter_line, parameter_rows, verdict_line
@@ -116,8 +115,3 @@ def test_gradients_and_weights_are_both_compared_where_both_runs_have_both():
     result = compare(only_weights, ledger())
     assert (result.coverage["gradients"].both, result.coverage["weights"].both) == (2, 5)
     assert result.steps_digested == 2
-
-
-def test_a_tensor_has_no_name_that_could_be_a_modules():
-    with pytest.raises(ValueError, match="'b/output' is not a tensor of a module"):
-        record(3, trace=(replace(trace(3)[0], module="a", tensor="b/output"),))

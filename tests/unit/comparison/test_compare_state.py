@@ -73,7 +73,7 @@ def test_replicas_that_disagree_on_no_rank_are_refused(ranks):
     single = line(1, state=False, diverged=(("gradients", FC1, ((0,), (1,))),))
     whole = encode_header(HEADER) + encode_step(single, HEADER)
     assert parse(Path("x"), whole).steps == (single,)
-    with pytest.raises(LedgerError, match="diverged: no ranks"):
+    with pytest.raises(LedgerError, match=r"diverged\.0\.ranks.*at least 1 item"):
         parse(Path("x"), whole.replace(b'"ranks": [[0], [1]]', f'"ranks": {ranks}'.encode()))
 
 

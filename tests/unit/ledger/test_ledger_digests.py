@@ -105,10 +105,11 @@ def test_an_altered_digit_of_any_digest_of_a_parameter_group_or_model_is_refused
         (lambda raw: raw["weights"].pop("model"), "altered"),
         (lambda raw: raw["weights"]["parameters"].__setitem__(0, "C" * 32), "is not a digest"),
         (lambda raw: raw.update(gradients=[]), "gradients is not a dict"),
-        (lambda raw: raw["trace"][0].pop(), "an entry is not a list of"),
-        (lambda raw: raw["trace"][0].__setitem__(0, "sideways"), "'sideways' is not a direction"),
-        (lambda raw: raw["trace"][0].__setitem__(4, [1.5]), "is not a shape"),
-        (lambda raw: raw["diverged"][0].update({"of": "losses"}), "'losses' is not one of gradients"),
+        (lambda raw: raw["trace"][0].pop(), "trace.0.5 is missing"),
+        (lambda raw: raw["trace"][0].__setitem__(0, "sideways"), "trace.0.0: String should match pattern"),
+        (lambda raw: raw["trace"][0].__setitem__(2, "b/output"), "trace.0.2: String should match pattern"),
+        (lambda raw: raw["trace"][0].__setitem__(4, [1.5]), "trace.0.4.0: Input should be a valid integer"),
+        (lambda raw: raw["diverged"][0].update({"of": "losses"}), "diverged.0.of: String should match pattern"),
     ),
 )
 def test_damage_is_named(change, words):
