@@ -31,7 +31,7 @@ def _divides(
         common = math.gcd(*totals.values())
         fits = ", ".join(str(n) for n in range(1, min(common, LARGEST_LISTED) + 1) if common % n == 0)
         size = totals.get("model.vocab_size", 0)
-        longer = f"; or model.vocab_size={-(-size // d) * d}" if size % d else ""
+        longer = f"; or model.vocab_size={-(-size // d) * d}" if wrong == [f"model.vocab_size={size}"] else ""
         return Problem("", f"{name}={d} does not divide {', '.join(wrong)}", f"{name} can be {fits}{longer}")
 
     rule.__name__ = f"{name}_divides"

@@ -58,9 +58,6 @@ def _read(cache: Path) -> dict[str, CheckpointFile]:
         raise RunError(f"{file}: {reason(error)}; remove {cache}, and the next start builds it again") from error
 
 
-TAKEN = " is not empty: continue it (--resume {0}) or choose another run.dir"
-
-
 class File:
     """A row of a directory's table of files: the path of a name in it."""
 
@@ -185,10 +182,10 @@ def cannot_write(file: Path, error: OSError, elsewhere: str = "run.dir=PATH") ->
     return f"cannot write {file}: the disk is full: {shortage(file.parent, error.errno)}; set {elsewhere}"
 
 
-def check_free(requested: str | Path, key: str = "run.dir=", taken: str = TAKEN) -> Path:
+def check_free(requested: str | Path, key: str = "run.dir=", taken: str = "") -> Path:
     """Return a directory in which a command may begin. RunError: it holds something, or cannot be written.
 
-    key: names the directory in messages. taken: why one that holds something is none; {0}: its path.
+    key: names the directory in messages. taken: why one that holds something is none; "": a run may be continued.
     """
     path = Path(requested).expanduser()
     try:
@@ -199,7 +196,8 @@ def check_free(requested: str | Path, key: str = "run.dir=", taken: str = TAKEN)
         elif not os.access(nearest, os.W_OK | os.X_OK):
             wrong = f": {nearest} cannot be written; choose another"
         elif not RunDir(path).is_empty():
-            wrong = taken.format(path)
+            goes_on = f"continue it (--resume {path}) or " if RunDir(path).run.exists() else ""
+            wrong = taken or f" is not empty: {goes_on}choose another run.dir"
     except OSError as error:
         wrong = f": {error.strerror}"
     if wrong:

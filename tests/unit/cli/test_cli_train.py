@@ -33,7 +33,7 @@ def test_where_a_run_cannot_be_written_nothing_is_composed(cli, empty_here, monk
     monkeypatch.setattr("tp_invariant_recipes.launch.record.compose", None)
     ended = cli("train", "recipe=mine.py:small", "run.dir=taken", *options)
     assert ended.status == 2
-    assert ended.err == "error: run.dir=taken is not empty: continue it (--resume taken) or choose another run.dir\n"
+    assert ended.err == "error: run.dir=taken is not empty: choose another run.dir\n"
 
 
 def test_a_plan_from_before_another_command_began_there_is_out_of_date(empty_here):

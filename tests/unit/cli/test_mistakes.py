@@ -10,10 +10,10 @@ LORA = ("qwen3_moe_toy", "tp=2", "peft=lora", "checkpoint.pretrained_checkpoint=
 # Arguments of a command on a machine without a GPU, and what must stand in the message, each once.
 TRAIN = (
     (["qwen3_toi"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
-    (["qwen3_toy", "tp=3", "gbs=3", "mbs=2", "lr=x"], ["4 problems", "tp=3 does", "seq=128 is", "gbs=3 is", "lr=x: "]),
+    (["qwen3_toy", "tp=3", "gbs=3", "mbs=2", "lr=x"], ["4 problems", "can be 1, 2, 4, 8\n", "seq=128", "gbs=3", "lr="]),
     (["qwen3_toy", "device=gpu"], ["device=gpu, but this machine shows no GPU", "Transformer Engine"]),
     (["qwen3_toy", "data=text", "data.path=no/such"], ["error: data.path=no/such: "]),
-    (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: continue it (--resume taken)"]),
+    (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: choose another run.dir"]),
     ([], ["name a model to train (tpi models lists them), or a run to continue: --resume RUN"]),
     (["tp=2", "qwen3_toy"], ["the model comes first: MODEL tp=2", "'qwen3_toy' is not KEY=VALUE\n"]),
     (["--resume", "nowhere"], ["nowhere is not a run directory: run.json: No such file"]),
