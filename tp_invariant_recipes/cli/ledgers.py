@@ -96,7 +96,7 @@ def report(
         raise RunError(f"{out} exists already: give another file by --out, or overwrite it by --force")
     with progress.Counter(terminal.console(stderr=True)) as slow:
         gathered = gather(runs, reading=slow.reading, comparing=slow.counting("comparing: step"))
-        drawn = page.page(gathered, page.sections(gathered), slow.counting("drawing: figure"))
+        drawn = page.page(gathered, page.sections(gathered))
         page.write(out, visible(drawn).encode())
     for line in page.verdicts(gathered):
         terminal.print_text(single_line(line))

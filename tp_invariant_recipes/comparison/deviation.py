@@ -217,10 +217,14 @@ def module_of(name: str) -> str:
 
 def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
     exact = name.startswith("weights/")  # both trainings start from them
-    share = _loss_share(step) if name.startswith("backward/") else 1.0
+    share = 1.0
+    if name.startswith("backward/"):
+        share = float(step.reference.values(LOSS_SHARE)[0, 0] / step.run.values(LOSS_SHARE)[0, 0])
     far = _distances(step, name, () if exact else step.dithered, share)
     least = 0.0 if exact else _least(name, far, spacing)
-    factors, counted = _by_rank(far.errors, least), None
+    ranks_of = dict.fromkeys(error.rank for error in far.errors)
+    factors = {rank: factor_of([error for error in far.errors if error.rank == rank], least) for rank in ranks_of}
+    counted = None
     if name == GRADIENT_NORM:
         distance, counted = reported_norm.distance(step.run, step.reference)
         factors = {rank: max(factor, distance) for rank, factor in factors.items()}
@@ -244,10 +248,6 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
         dims=step.reference.parts[name][0][2].shape,
         sees=MARGIN * max(math.sqrt(far.noise), least) / far.size if far.size and far.elements >= FEW else None,
     )
-
-
-def _loss_share(step: StepDumps) -> float:
-    return float(step.reference.values(LOSS_SHARE)[0, 0] / step.run.values(LOSS_SHARE)[0, 0])
 
 
 def _least(name: str, far: "_Distances", spacing: float) -> float:
@@ -332,11 +332,6 @@ def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: flo
                 error.squares[own], error.noise[own] = np.square(difference).sum(1), near[place, columns].sum(1)
     elements = height * width
     return _Distances(elements, math.sqrt(square / max(1, elements)), noise / max(1, elements), errors)
-
-
-def _by_rank(errors: Sequence[PieceError], least: float) -> dict[int, float]:
-    ranks = dict.fromkeys(error.rank for error in errors)
-    return {rank: factor_of([error for error in errors if error.rank == rank], least) for rank in ranks}
 
 
 def _choice(step: StepDumps, name: str) -> TensorDeviation | None:

@@ -121,12 +121,7 @@ class Dumps:
 
     def pieces(self, name: str) -> list[RankPart]:
         """Every rank's pieces of a tensor of floats, in the order of ranks, replicas as often as they are held."""
-        pieces = []
-        for file, key, part in self.parts[name]:
-            with _opened(file) as stream:
-                values = _values(stream.get_tensor(key), part.dtype)
-            pieces.append(RankPart(_rank_of(file), part, values))
-        return pieces
+        return [RankPart(rank, part, rows[0 : len(rows)]) for rank, part, rows in self.rows(name)]
 
     def rows(self, name: str) -> list[tuple[int, DumpedPart, DumpedRows]]:
         """`pieces`, with the rank of each, that are read row by row."""

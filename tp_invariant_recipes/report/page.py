@@ -4,7 +4,7 @@
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from tp_invariant_recipes.comparison.compare import Comparison
 from tp_invariant_recipes.comparison.text import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.ledger.reader import Progress
 from tp_invariant_recipes.ledger.schema import IDENTITY, INFORMATIVE, canonical
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import WIDTH, Drawing, label_logarithms, named, settings, style_sheet
@@ -36,8 +35,8 @@ def write(file: Path, data: bytes) -> None:
         raise RunError(f"cannot write {file}: {error.strerror or error}") from error
 
 
-def svg(drawing: Drawing) -> str:
-    """Return the drawing as an <svg> element for a page, in the page's colours and font."""
+def svg(drawing: Drawing) -> Markup:
+    """Return the drawing as an <svg> element for a page, in the page's colours and font. Its text is escaped."""
     with settings(**{"svg.hashsalt": drawing.name}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure = Figure(figsize=(WIDTH, drawing.height), facecolor="none")
@@ -52,7 +51,7 @@ def svg(drawing: Drawing) -> str:
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
     body = re.sub(r"\n\s*", "\n", body)
     start = f'<svg viewBox="{box}" role="img" aria-labelledby="{drawing.name}-alt">'
-    return named(f"{start}{body.strip()}")
+    return Markup(named(f"{start}{body.strip()}"))
 
 
 _ROWS = 40  # at most, of the table of parameters
@@ -104,8 +103,8 @@ def sections(report: Report) -> tuple[Section, ...]:
     return tuple(parts)
 
 
-def page(report: Report, parts: tuple[Section, ...], progress: Progress | None = None) -> str:
-    """Return the HTML. parts: the result of `sections`. progress: told (figures drawn, figures in all)."""
+def page(report: Report, parts: tuple[Section, ...]) -> str:
+    """Return the HTML. parts: the result of `sections`."""
     each = [run.facts for run in report.runs]
     names = dict.fromkeys(name for facts in each for name in facts)
     environment = Environment(
@@ -116,6 +115,7 @@ def page(report: Report, parts: tuple[Section, ...], progress: Progress | None =
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["svg"] = svg
     return environment.get_template("page.html.j2").render(
         light=style_sheet(0),
         dark=style_sheet(1),
@@ -124,24 +124,9 @@ def page(report: Report, parts: tuple[Section, ...], progress: Progress | None =
         runs=[run.label for run in report.runs],
         facts=[{"field": name, "cells": [facts.get(name, "") for facts in each]} for name in names],
         headers=_headers(report),
-        sections=list(_rendered(parts, progress)),
+        sections=parts,
         version=__version__,
     )
-
-
-def _rendered(parts: Sequence[Section], progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """Yield the sections as the template takes them. Drawing a figure escapes the figure's text."""
-    total, done = sum(len(part.drawings) for part in parts), 0
-    for part in parts:
-        drawings = []
-        for drawing in part.drawings:
-            drawn = Markup(svg(drawing))
-            texts = {name: getattr(drawing, name) for name in ("name", "title", "alt", "note")}
-            drawings.append(texts | {"svg": drawn})
-            done += 1
-            if progress:
-                progress(done, total)
-        yield vars(part) | {"drawings": drawings}
 
 
 def _boxes(report: Report) -> list[dict[str, Any]]:
