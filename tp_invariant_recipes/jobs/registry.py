@@ -6,7 +6,6 @@ It also writes `submission.json`, the full description, to its run directory.
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -114,13 +113,10 @@ def remember(directory: Path, ids: Iterable[str]) -> None:
     file = registry()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
+        with file.open("ab", buffering=0) as stream:
             # One write, so that lines of two submissions do not mix. The newline first ends any line that a full disk
             # has cut short.
-            os.write(descriptor, b"\n" + lines.encode())
-        finally:
-            os.close(descriptor)
+            stream.write(b"\n" + lines.encode())
     except OSError as error:
         raise RunError(cannot_write(file, error)) from error
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tp_invariant_recipes.reading import Bounds, Count, Record, Seconds
+from tp_invariant_recipes.runs.lock import process_stat
 from tp_invariant_recipes.training.heartbeat import WRITE_FRAMES, Heartbeats, Limits, Phase, Sign
 
 ANSWER = 3.0  # seconds that ranks get to answer
@@ -132,12 +133,8 @@ def _read(log: Path, position: int) -> str:
 
 def state(pid: int) -> str:
     """Return the letter by which Linux names the state of a process's main thread, such as T for stopped; "" where it
-    is
-    gone. Source: proc(5), /proc/PID/stat."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    has gone."""
+    return next(iter(process_stat(pid)), "")
 
 
 def listed(numbers: Iterable[int], most: int = 8) -> str:

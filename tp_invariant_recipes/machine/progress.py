@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a command is, on standard error: a bar on a terminal, elsewhere a line at once or every few seconds."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from tp_invariant_recipes.text import single_line
 
 PATIENCE = 2.0  # seconds before a count is shown
 LEAST = 2.0  # seconds left that are worth a word
-EVERY, STILL = 10.0, 60.0  # seconds between two lines of a count, and of what has none
+EVERY = 10.0  # seconds between two lines of a count
 # rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
 PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False, "transient": True}
 
@@ -91,23 +90,11 @@ class Counter:
 
 @contextmanager
 def busy(console: Console, words: str) -> Iterator[None]:
-    """Show a spinner beside `words`, on a terminal; elsewhere a line at once, and one every STILL seconds."""
-    if console.is_terminal:
-        with Progress(SpinnerColumn(), TextColumn(words, markup=False), console=console, **PLAIN) as bar:
-            bar.add_task("")
-            yield
-        return
-    console.print(Text(f"{words} …"), soft_wrap=True)
-    begun, ended = time.monotonic(), threading.Event()
-
-    def report() -> None:
-        while not ended.wait(STILL):
-            console.print(Text(f"{words}: {time.monotonic() - begun:.0f} s so far …"), soft_wrap=True)
-
-    watch = threading.Thread(target=report, daemon=True)
-    watch.start()
-    try:
+    """Show a spinner beside `words`, on a terminal; elsewhere a line."""
+    if not console.is_terminal:
+        console.print(Text(f"{words} …"), soft_wrap=True)
         yield
-    finally:
-        ended.set()
-        watch.join()
+        return
+    with Progress(SpinnerColumn(), TextColumn(words, markup=False), console=console, **PLAIN) as bar:
+        bar.add_task("")
+        yield

@@ -23,10 +23,12 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, refuse
 from tp_invariant_recipes.launch import local, ranks, record, resume, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
+from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.run_files import RestartJob
 from tp_invariant_recipes.machine.processor import address_towards, interface
 from tp_invariant_recipes.machine.versions import versions
@@ -47,7 +49,8 @@ from tp_invariant_recipes.multinode.rendezvous import (
 from tp_invariant_recipes.runs import checkpoints, restarts
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import run_config
+from tp_invariant_recipes.settings import environment, run_config
+from tp_invariant_recipes.settings.sections import SlurmSettings
 from tp_invariant_recipes.training.heartbeat import limits
 
 START_TIMEOUT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
@@ -58,22 +61,21 @@ END_TIMEOUT = 10.0  # seconds for the other nodes to report their end after a fa
 class NodeTask:
     """The command that every node runs.
 
-    run_dir:     of the run.
-    environment: variables to set before torch is imported.
-    plan:        plans the run; on the other nodes with `start`, the step that the first has chosen.
-    rendezvous_timeout: seconds to wait for the others.
-    tries:       how many attempts of one job may fail in a row without another checkpoint.
-    watch:       on the first node, shows the progress.
-    remark:      on the first node, shows a line.
+    request, composed: the run, which each node plans.
+    watch:   on the first node, shows the progress.
+    remark:  on the first node, shows a line.
     """
 
+    request: RunRequest
+    composed: Composed
     run_dir: RunDir
-    environment: dict[str, str]
-    plan: Callable[..., Plan]
-    rendezvous_timeout: int
-    tries: int
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]
     remark: Callable[[str], None]
+
+    @property
+    def slurm(self) -> SlurmSettings:
+        """The section `slurm` of the run."""
+        return self.composed.config.slurm
 
 
 class _RunOver(Exception):
@@ -87,9 +89,9 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
     """
     from tp_invariant_recipes.start import bridge
 
-    os.environ.update(task.environment)
+    os.environ.update(environment.of_run(task.composed.config))  # before torch is imported
     bridge.load()  # now, while the other nodes do the same
-    rendezvous = Rendezvous(node, task.run_dir.path, stop, task.rendezvous_timeout)
+    rendezvous = Rendezvous(node, task.run_dir.path, stop, task.slurm.rendezvous_timeout)
     return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
 
 
@@ -119,7 +121,7 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
     run_dir, node = task.run_dir, rendezvous.node
     job = RestartJob(node.job, node.restart, node.names)
     try:
-        planned = task.plan()
+        planned = task.request.plan(task.composed)
         allocated = run_config.allocation_of(planned.config)
         if allocated.nodes != node.count:
             raise ConfigError(
@@ -151,16 +153,17 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
 
 def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int) -> Over:
     """Make one attempt. number: counts this job's attempts from the same step. Raises as `_plan_and_train`."""
-    if number > task.tries:
+    tries = task.slurm.tries
+    if number > tries:
         raise RunError(
-            f"{task.tries} starts in a row began at step {planned.start}, and none reached another checkpoint; no more "
-            f"(slurm.tries={task.tries})"
+            f"{tries} starts in a row began at step {planned.start}, and none reached another checkpoint; no more "
+            f"(slurm.tries={tries})"
         )
     train.validate(planned)
     try:
         rendezvous.set("orders", Orders(planned.start, _must_agree(planned)))
         train.check_checkpoint(planned, rendezvous.node.number, rendezvous.node.count)  # while the others do
-        reached = _wait_for_arrivals(rendezvous, task.rendezvous_timeout)
+        reached = _wait_for_arrivals(rendezvous, task.slurm.rendezvous_timeout)
         if planned.run_dir.checkpoints.exists():
             checkpoints.quarantine(planned.run_dir.checkpoints, after=planned.start)
         checkpoints.settle(planned.run_dir)
@@ -170,10 +173,10 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
     except (RunError, PeerFailed) as error:
         cause = _first_cause(rendezvous, planned.run_dir, error)
         # A rank may fail because of the signal that stops it; then the run must not restart by itself.
-        retry = number < task.tries and not rendezvous.stop.requests
+        retry = number < tries and not rendezvous.stop.requests
         retry &= _excluded(planned, cause) or not cause.user_error
         more = "it is queued again" if retry else "no more"
-        return Over(None, retry, f"{cause}\n(start {number} of {task.tries} from step {planned.start}; {more})")
+        return Over(None, retry, f"{cause}\n(start {number} of {tries} from step {planned.start}; {more})")
     return Over("completed") if outcome is Outcome.COMPLETED else Over("stopped", rendezvous.stop.resumable)
 
 
@@ -263,7 +266,7 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> Plan:
     node = rendezvous.node
     problems: list[str] = []
     try:
-        planned = task.plan(start=orders.start)
+        planned = task.request.plan(task.composed, start=orders.start)
         problems += _differences(orders.agreed, _must_agree(planned), node)
         train.validate(planned)
         train.check_checkpoint(planned, node.number, node.count)

@@ -6,12 +6,10 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from tp_invariant_recipes.check.hosts.job import misfits
-from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, refuse
 from tp_invariant_recipes.launch.plan import Plan, for_nodes
@@ -20,8 +18,7 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import environment, run_config
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings import run_config
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
 UNBOUND = {"SLURM_CPU_BIND": "none"}
@@ -37,7 +34,8 @@ def exec_srun(request: RunRequest) -> NoReturn:
     if request.resume is None:  # explicit, so that every node uses it
         device = composed.config.device.kind
         request = replace(request, overrides=(parse(f"device={device}"), *request.overrides))
-    config = _checked_config(composed)
+    config = composed.config
+    refuse(lines(misfits(config)))
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
     if (allocated := run_config.allocation_of(config)).nodes > given:
         raise ConfigError(
@@ -71,22 +69,8 @@ def node_task(
 ) -> NodeTask:
     """Return the task of each node. watch, remark: as in NodeTask. Raises ConfigError."""
     composed = request.composed()
-    config = _checked_config(composed)
-    where = request.resume or config.run.dir
+    refuse(lines(misfits(composed.config)))
+    where = request.resume or composed.config.run.dir
     if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
-    return NodeTask(
-        run_dir=RunDir(Path(where).expanduser()),
-        environment=environment.of_run(config),
-        plan=partial(request.plan, composed),
-        rendezvous_timeout=config.slurm.rendezvous_timeout,
-        tries=config.slurm.tries,
-        watch=watch,
-        remark=remark,
-    )
-
-
-def _checked_config(composed: Composed) -> RunConfig:
-    problems = lines(misfits(composed.config))
-    refuse(problems)
-    return composed.config
+    return NodeTask(request, composed, RunDir(Path(where).expanduser()), watch, remark)

@@ -306,15 +306,17 @@ def _same(a: Holder | None, b: Holder) -> bool:
     return a is not None and identity(a) == identity(b)
 
 
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on (proc(5)); none where the process has gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return []
+
+
 def _started(pid: int) -> int | None:
     """When a process started, in clock ticks since the kernel did (proc(5), starttime). None: it has ended."""
-    try:
-        state, *rest = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
-    except OSError:
-        return None
-    return None if state in "ZX" else int(rest[18])
+    fields = process_stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def _flock(descriptor: int) -> bool:

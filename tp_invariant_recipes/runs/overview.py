@@ -98,13 +98,11 @@ def rows(folder: Path) -> list[RunRow]:
     """All runs below a folder, or its own, by when their last restart began. RunError: there is no such folder."""
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder")
-    return sorted(map(row, _directories(folder)), key=lambda row: (row.when, str(row.run)))
+    return sorted(_below(folder), key=lambda row: (row.when, str(row.run)))
 
 
-def row(run: Path | tuple[Path, str]) -> RunRow:
-    """Return the row of a run directory, or of a folder that cannot be looked into, with the reason."""
-    if isinstance(run, tuple):
-        return RunRow(run[0], DAMAGED, run[1])
+def row(run: Path) -> RunRow:
+    """Return the row of a run directory."""
     run_dir, own = RunDir(run), SweepDir(run.parent).matrix.exists()
     try:
         record = run_dir.read_run(ListedRun)
@@ -134,8 +132,9 @@ def _state(run_dir: RunDir, last: Restart | None) -> tuple[str, str | None]:
     return last.outcome, last.why
 
 
-def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:
-    """Run directories below a folder. None lies in another one. A folder that cannot be read comes with the reason."""
+def _below(folder: Path) -> Iterator[RunRow]:
+    """Yield the rows of the run directories below a folder, of which none lies in another one, and of folders that
+    cannot be read."""
     waiting, seen = [folder], set()
     while waiting:
         path = waiting.pop()
@@ -144,17 +143,13 @@ def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:
             if (status.st_dev, status.st_ino) in seen:  # through a link
                 continue
             seen.add((status.st_dev, status.st_ino))
-            if not _OF_A_RUN.isdisjoint(os.listdir(path)):  # it is a run directory, or was meant to be one
-                yield path
+            entries = [*os.scandir(path)]
+            if not _OF_A_RUN.isdisjoint(entry.name for entry in entries):  # or it was meant to be a run directory
+                yield row(path)
             else:
-                waiting += [entry for entry in _entries(path) if not entry.name.startswith(".")]
+                waiting += [path / entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."]
         except OSError as error:
-            yield path, f"cannot be read: {error.strerror or error}"
-
-
-def _entries(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:
-        return [folder / entry.name for entry in entries if entry.is_dir()]
+            yield RunRow(path, DAMAGED, f"cannot be read: {error.strerror or error}")
 
 
 # Folder of a run -> files of which it has one, and the command that shows or uploads its curves.
