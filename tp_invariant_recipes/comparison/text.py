@@ -189,9 +189,8 @@ def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
             min((kinds[kind].first_step for kind in column if kind in kinds), default=None)
             for column in _COLUMNS.values()
         )
-        spans = {
-            span for difference in kinds.values() for span in difference.spans
-        }  # mostly those of all kinds are equal
+        # Mostly those of all kinds are equal.
+        spans = {span for difference in kinds.values() for span in difference.spans}
         rows.append(ParameterRow(name, gradient, moments, weight, len(set[int]().union(*spans))))
     return tuple(rows)
 

@@ -122,12 +122,7 @@ def stacked(parameters: Sequence["Parameter"]) -> tuple["Parameter", ...]:
     for name, places in stacks([parameter.name for parameter in parameters]).items():
         experts = [parameters[at] for at in places]
         if name != experts[0].name:
-            if (
-                len(
-                    {(parameter.shape, parameter.gradient, parameter.weight, parameter.master) for parameter in experts}
-                )
-                > 1
-            ):
+            if len({replace(parameter, name=name) for parameter in experts}) > 1:
                 raise ValueError(f"{name}: its experts have other shapes or dtypes: ledger.experts=each")
             experts = [replace(experts[0], name=name, shape=(len(experts), *experts[0].shape))]
         merged += experts

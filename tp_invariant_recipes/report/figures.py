@@ -82,6 +82,7 @@ def distances(a: Ledger, b: Ledger, field: str) -> list[tuple[int, float | None]
 WIDTH = 10.8  # inches, of every figure
 _CURVES, _DISTANCES, _COSTS = 5.6, 3.4, 3.2  # inches of height
 _IN_AXES = 6  # at most so many runs have their legend among the curves
+_LABEL = 44  # characters of a legend
 _FEW = 60  # at most so many points get marks
 _GIB = 2**30
 
@@ -285,12 +286,8 @@ def _look(n: int) -> dict[str, Any]:
 
 
 def _handle(n: int, run: Run) -> Line2D:
-    return Line2D([], [], label=_short(run.label), **_look(n))
-
-
-def _short(text: str) -> str:
-    length = 44
-    return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
+    label = run.label if len(run.label) <= _LABEL else f"{run.label[: _LABEL // 2]}…{run.label[-_LABEL // 2 :]}"
+    return Line2D([], [], label=label, **_look(n))
 
 
 def _power(value: float, _: int) -> str:

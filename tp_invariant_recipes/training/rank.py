@@ -106,9 +106,8 @@ def main(
     _end()
 
 
-_mine: tuple[RunDir, int] | None = (
-    None  # the run and the number of this process, while it is a rank that has not failed
-)
+# The run and the number of this process, while it is a rank that has not failed.
+_mine: tuple[RunDir, int] | None = None
 
 
 def fail(error: BaseException | None) -> None:
