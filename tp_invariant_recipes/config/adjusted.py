@@ -34,7 +34,6 @@ KEY = "numerics.adjust"
 PRECISION = "mixed_precision"
 _VARIABLES = "cluster.environment"
 
-_DISPATCH = "tokens go through all-to-all, which adds nothing"
 _MASK = "attention is causal, and nobody reads the data's mask"
 _GRAPHS = "the invariant layers cannot be captured so"
 _PADDED = "the vocabulary is padded as at tp=1, in every layout"
@@ -263,18 +262,12 @@ ROWS: tuple[Adjustment, ...] = (
     _row(False, "the layer itself has added its bias", "model.bias_activation_fusion", lambda t, was: _fuses_bias(t)),
     _row(False, "whether it is faster depends on the machine", f"model.{run_config.COMBINED} "
          f"{run_config.OVERLAPS}.{run_config.COMBINED}", lambda t, was: was),
-    _row("alltoall", _DISPATCH, "model.moe_token_dispatcher_type", lambda t, was: was == "flex"),
     _row(False, "it changes the sums' order", "model.apply_rope_fusion",
          lambda t, was: was and model_rules.is_mla(t)),
-    _row(True, "the other path has no invariant version", "model.use_mamba_mem_eff_path", lambda t, was: was is False),
-    _row("auto", "it has no invariant version", "model.attention_backend",
-         lambda t, was: was not in (None, "auto", "fused", "unfused", "local")),
     _row(True, "two interleaved stages would take each other's messages", "model.overlap_p2p_comm",
          lambda t, was: not was and (t.model.get("virtual_pipeline_model_parallel_size") or 1) > 1),
     _row(False, "messages that overlap are not in a batch", "model.batch_p2p_comm",
          lambda t, was: was and t.model.get("overlap_p2p_comm")),
-    _row("a2a", "only the exchange of heads keeps attention whole", "model.cp_comm_type",
-         lambda t, was: was not in (None, "a2a")),
     _row(None, "multi-latent attention keeps what it computed", "model.recompute_granularity",
          lambda t, was: was and model_rules.is_mla(t)),
     # The result is the same for any cp. C first: it follows cp where nobody has typed it.

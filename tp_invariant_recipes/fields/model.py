@@ -38,14 +38,19 @@ MODEL = section(
         "linear_value_head_dim", "sizes of gated delta nets", COUNT),
     row(ANY, "activation_func activation_func_clamp_value add_bias_linear add_qkv_bias attention_output_gate "
         "~attention_softmax_in_fp32 calculate_per_token_loss "
-        "experimental_attention_variant gated_linear_unit interleaved_attn_pattern "
+        "gated_linear_unit interleaved_attn_pattern "
         "is_vision_language layernorm_zero_centered_gamma mtp_num_layers mtp_use_repeated_layer "
         "multi_latent_attention normalization qk_layernorm mtp_hybrid_override_pattern "
-        "scatter_embedding_sequence_parallel share_embeddings_and_output_weights softmax_type", "mathematics"),
-    row(ANY, "attention_dropout hidden_dropout", "mathematics", BELOW_1),
+        "scatter_embedding_sequence_parallel share_embeddings_and_output_weights", "mathematics"),
+    row(only(None, "gated_delta_net"), "experimental_attention_variant",
+        "of variants of attention only gated delta nets are covered"),
+    row(only("learnable", "vanilla"), "softmax_type", "of attention sinks only those of each head are covered"),
+    row(only(0.0), "attention_dropout hidden_dropout", "dropout draws other numbers in every layout", BELOW_1),
     row(ANY, "glu_linear_offset", "mathematics", SIGNED),
     row(ANY, "layernorm_epsilon softmax_scale", "mathematics", POSITIVE),
-    row(ANY, "position_embedding_type rope_scaling rotary_interleaved yarn_beta_fast yarn_beta_slow "
+    row(only("rope", "yarn", "none", "learned_absolute"), "position_embedding_type",
+        "of positions rotary and learned ones are covered"),
+    row(ANY, "rope_scaling rotary_interleaved yarn_beta_fast yarn_beta_slow "
         "yarn_correction_range_round_to_int yarn_original_max_position_embeddings yarn_rotary_scaling_factor",
         "positions, each by itself"),
     row(ANY, "rope_scaling_factor", "positions, each by itself", POSITIVE),
@@ -58,9 +63,13 @@ MODEL = section(
     row(ANY, "no_rope_freq window_attn_skip_freq", "each layer, by its number in the whole model"),
     row(ANY, "window_size", "each layer, by its number in the whole model", SIGNED),
     row(ANY, "moe_aux_loss_coeff moe_pad_expert_input_to_capacity moe_token_drop_policy moe_z_loss_coeff "
-        "moe_router_bias_update_rate moe_router_dtype moe_router_enable_expert_bias "
-        "moe_router_load_balancing_type moe_router_pre_softmax moe_router_score_function "
+        "moe_router_bias_update_rate moe_router_enable_expert_bias moe_router_pre_softmax moe_router_score_function "
         "moe_shared_expert_gate", "experts"),
+    row(only(None, "fp32"), "moe_router_dtype", "a router in another dtype has no invariant version"),
+    row(only("aux_loss", "seq_aux_loss", "global_aux_loss", "none"), "moe_router_load_balancing_type",
+        "that loss of the router has no invariant version"),
+    row(only("alltoall", "allgather"), "~moe_token_dispatcher_type", "the flex dispatcher has no invariant version",
+        adjust_to="alltoall"),
     row(ANY, "moe_expert_capacity_factor moe_router_topk_scaling_factor", "experts", POSITIVE),
     row(ANY, "moe_router_group_topk moe_router_num_groups moe_router_topk", "experts", COUNT),
     row(ANY, "init_method embedding_init_method output_layer_init_method init_model_with_meta_device "
@@ -75,17 +84,22 @@ MODEL = section(
     row(ANY, "~tensor_model_parallel_size ~pipeline_model_parallel_size ~context_parallel_size "
         "~expert_model_parallel_size ~expert_tensor_parallel_size ~sequence_parallel "
         "~pipeline_model_parallel_layout ~account_for_embedding_in_pipeline_split "
-        "~account_for_loss_in_pipeline_split ~batch_p2p_comm ~cp_comm_type deallocate_pipeline_outputs "
+        "~account_for_loss_in_pipeline_split ~batch_p2p_comm deallocate_pipeline_outputs "
         "~overlap_p2p_comm variable_seq_lengths", "layout"),
+    row(only(None, "a2a"), "~cp_comm_type", "only the exchange of heads keeps attention whole", adjust_to="a2a"),
     row(ANY, "~virtual_pipeline_model_parallel_size ~num_layers_in_first_pipeline_stage "
-        "~num_layers_in_last_pipeline_stage gtp_weight_remat_size ~microbatch_group_size_per_vp_stage",
-        "layout", COUNT),
-    row(ANY, "~apply_rope_fusion ~attention_backend ~bias_activation_fusion ~bias_dropout_fusion "
+        "~num_layers_in_last_pipeline_stage ~microbatch_group_size_per_vp_stage", "layout", COUNT),
+    row(only(None, 1), "gtp_weight_remat_size", "weights spread over more ranks are not covered", COUNT),
+    row(ANY, "~apply_rope_fusion ~bias_activation_fusion ~bias_dropout_fusion "
         "~cuda_graph_impl ~cuda_graph_modules ~cuda_graph_scope "
         "~deterministic_mode ~gradient_accumulation_fusion ~hybrid_stack_spec ~masked_softmax_fusion "
-        "~moe_grouped_gemm ~moe_permute_fusion ~moe_token_dispatcher_type ~persist_layer_norm "
+        "~moe_grouped_gemm ~moe_permute_fusion ~persist_layer_norm "
         "~recompute_granularity ~recompute_method ~recompute_modules ~transformer_impl "
-        "~transformer_layer_spec ~use_fused_weighted_squared_relu use_mamba_mem_eff_path ~use_te_rng_tracker", "code"),
+        "~transformer_layer_spec ~use_fused_weighted_squared_relu ~use_te_rng_tracker", "code"),
+    # By source, flash-attn's backward groups sums by the number of heads on a rank.
+    row(only("auto", "fused", "unfused", "local", None), "~attention_backend", "it has no invariant version",
+        adjust_to="auto"),
+    row(ON, "use_mamba_mem_eff_path", "Megatron's other path through a Mamba layer is not covered", adjust_to=True),
     row(ANY, "~cuda_graph_warmup_steps", "code", SIGNED),
     row(ANY, "~recompute_num_layers", "code", COUNT),
     row(ANY, "mtp_loss_scaling_factor", "read with mtp_num_layers alone"),

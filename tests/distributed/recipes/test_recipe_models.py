@@ -130,7 +130,7 @@ WRONG = {
     "peft": "its peft is a DoRA, and tpi trains with LoRA only",
 }
 OBJECT = "numerics=tree: the recipe sets model.transformer_layer_spec to an object"
-DEFAULT = "numerics=tree: dropout draws other numbers in every layout"
+DEFAULT = "numerics=tree: model.hidden_dropout=0.1: dropout draws other numbers in every layout"
 
 
 @pytest.fixture(scope="module")

@@ -182,18 +182,16 @@ WITHOUT_EFFECT, typed: qwen3_toy
         model.tensor_model_parallel_size=2 | tp=2 tp=4 | numerics=stock model.make_vocab_size_divisible_by=128 |
         numerics=stock optimizer.optimizer_cpu_offload=true device=gpu ledger.digests=0
 INVARIANCE, or_stock: qwen3_toy numerics=tree
-    own: model.use_mamba_mem_eff_path=false | model.normalization=L2Norm | numerics.initial_weights=megatron |
+    own: model.normalization=L2Norm | numerics.initial_weights=megatron |
         numerics.grad_norm=fp64 | optimizer.muon_nesterov=true | optimizer.muon_tp_mode=duplicated |
-        optimizer.use_layer_wise_distributed_optimizer=true | model.experimental_attention_variant=dsa |
-        model.attention_backend=flash | model.softmax_type=off-by-one | model.cp_comm_type=p2p |
-        dataset.dataloader_type=cyclic
+        optimizer.use_layer_wise_distributed_optimizer=true | dataset.dataloader_type=cyclic
     bias_activation_fusion: model.add_bias_linear=true model.bias_activation_fusion=true
         model.gated_linear_unit=false
     field: ddp.delay_wgrad_compute=true | ddp.grad_reduce_in_fp32=false | optimizer.optimizer=adaptive_muon |
-        dist.use_sharp=true | model.disable_bf16_reduced_precision_matmul=false
-    gtp_weight_remat_size+gtp_weight_remat_size: model.gtp_weight_remat_size=2
+        dist.use_sharp=true | model.use_mamba_mem_eff_path=false | model.experimental_attention_variant=dsa |
+        model.attention_backend=flash | model.softmax_type=off-by-one
+    field+gtp_weight_remat_size: model.gtp_weight_remat_size=2
     precision: mixed_precision=fp16_mixed
-    hidden_dropout: model.hidden_dropout=0.1 | model.attention_dropout=0.1
     taken: tp=8 | tp=4 sp=false | tp=2 pp=2 dp=2 gbs=4 | model.num_layers=3
 GPT, or_stock: qwen3_toy numerics=tree
     qk_layernorm: model.normalization=LayerNorm
@@ -215,10 +213,9 @@ EXPERTS, or_stock: qwen3_moe_toy numerics=tree
     experts+etp: model.expert_tensor_parallel_size=2
     experts+num_moe_experts: model.expert_model_parallel_size=3 | model.num_moe_experts=12
         model.expert_model_parallel_size=8
-    own: model.moe_ffn_hidden_size=48 | model.moe_router_load_balancing_type=sinkhorn |
-        model.moe_router_load_balancing_type=[aux_loss] | model.moe_router_dtype=fp64 |
-        model.moe_token_dispatcher_type=flex
-    field: model.moe_input_jitter_eps=0.5 | model.moe_router_force_biased=1 | model.moe_shared_expert_overlap=true
+    own: model.moe_ffn_hidden_size=48
+    field: model.moe_input_jitter_eps=0.5 | model.moe_router_force_biased=1 | model.moe_shared_expert_overlap=true |
+        model.moe_router_load_balancing_type=[aux_loss]
     at_most+virtual_shards: model.num_moe_experts=1 model.seq_length=64
     activation_func: model.activation_func=torch.nn.functional.gelu | model.gated_linear_unit=false
     taken_fields: model.moe_router_force_load_balancing=false model.moe_router_fusion=false
@@ -402,7 +399,7 @@ CONTEXT_SHARDS, typed: qwen3_toy
     unread: numerics.context_shards=2 numerics=stock
     taken: tp=4 cp=2 | seq=64 numerics.context_shards=8 | cp=2 numerics.context_shards=4
 EXCHANGES, or_stock: qwen3_toy cp=2
-    own: model.cp_comm_type=p2p | model.cp_comm_type=all_gather | model.cp_comm_type='a2a+p2p' |
+    field: model.cp_comm_type=p2p | model.cp_comm_type=all_gather | model.cp_comm_type='a2a+p2p' |
         model.cp_comm_type=[a2a,p2p]
     taken_fields: model.cp_comm_type=a2a
 MUON, typed: qwen3_toy optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated
@@ -421,7 +418,7 @@ MUON_OF_EXPERTS, typed, or_stock: qwen3_moe_toy gbs=2 optimizer.optimizer=muon o
     use_layer_wise_distributed_optimizer: tp=2
     taken: tp=2 ep=2 | tp=2 dp=2
 PORTABLE_RUN, typed, or_stock: qwen3_toy numerics=portable
-    own: model.transformer_impl=transformer_engine | precision=fp32 | model.hidden_dropout=0.1 |
+    own: model.transformer_impl=transformer_engine | precision=fp32 |
         model.add_bias_linear=true | model.softmax_type=learnable | model.activation_func_clamp_value=7.0 |
         model.glu_linear_offset=1.0 | optimizer.optimizer=sgd | numerics.grad_norm=fp64 |
         scheduler.lr_decay_style=inverse-square-root

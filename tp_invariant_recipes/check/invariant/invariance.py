@@ -32,9 +32,6 @@ HYBRID_SIGNS = {*covered_layers.LAYERS, covered_layers.SEPARATOR}
 
 *_FIRST, _LATEST = (path.rpartition(".")[2] for path in schema.PROVIDERS)
 
-# By source, flash-attn's backward groups sums by the number of heads on a rank.
-ATTENTION_BACKENDS = ("auto", "fused", "unfused", "local")
-
 _sinks = partial(limit_of, lambda t: t.model.get("softmax_type", "vanilla") != "vanilla")
 
 
@@ -65,20 +62,12 @@ LIMITS = (
     limit(lambda t: set(t.shape.pattern) - HYBRID_SIGNS,
         f"of hybrid layers only {', '.join(_OTHERS)} and {_LAST} have invariant versions",
         "model.hybrid_layer_pattern"),
-    limit(lambda t: t.model.get("use_mamba_mem_eff_path") is False,
-        "Megatron's other path through a Mamba layer is not covered", "model.use_mamba_mem_eff_path=true"),
     *model_rules.NORM_LIMITS,
     limit(lambda t: (t.shape.biased and t.model.get("bias_activation_fusion") and not t.shape.gated),
         "a bias fused into an ungated activation has no invariant version", "model.bias_activation_fusion=false"),
-    limit(lambda t: t.model.get("hidden_dropout") or t.model.get("attention_dropout"),
-        "dropout draws other numbers in every layout", "model.hidden_dropout=0, model.attention_dropout=0"),
     limit_of(cuts_sequences, lacks(mode.CONTEXT_SHARDS), mode.only(mode.CONTEXT_SHARDS),
         "cp=1, and leave numerics.context_shards out"),
     limit_of(lambda t: t.shape.hybrid, *uncut("Mamba layers go through a sequence in order, and have")),
-    naming("model.cp_comm_type", limit(
-        lambda t: t.model.get("cp_comm_type") not in (None, "a2a"),
-        "of context parallelism only the exchange of heads keeps attention whole", "model.cp_comm_type=a2a",
-    )),
     limit(has("should_pad_vocab"), "Megatron pads the vocabulary to a multiple of tp",
         "model.should_pad_vocab=false"),
     limit(
@@ -93,10 +82,6 @@ LIMITS = (
         ),
         "which sequences a rank computes depends on dp", "dataset.dataloader_type=single",
     ),
-    naming("model.position_embedding_type", limit(
-        lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none", LEARNED),
-        "of positions rotary and learned ones are covered", f"model.position_embedding_type=rope, yarn or {LEARNED}",
-    )),
     limit(
         lambda t: t.model.get("position_embedding_type") == LEARNED
         and (not t.numerics.covers(mode.LEARNED) or model_rules.other_layers(t)),
@@ -107,17 +92,6 @@ LIMITS = (
     naming("mixed_precision", limit(
         lambda t: t.mixed_precision not in (None, "bf16_mixed") and not low_precision.enabled(t),
         "that precision has no invariant version", f"precision={', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}",
-    )),
-    limit(lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1, "weights spread over more ranks are not covered",
-        "model.gtp_weight_remat_size=1"),
-    naming("model.attention_backend", limit(
-        lambda t: name_of(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
-        f"of attention only {', '.join(ATTENTION_BACKENDS[:-1])} and {ATTENTION_BACKENDS[-1]} are covered",
-        "model.attention_backend=auto",
-    )),
-    naming("model.softmax_type", limit(
-        lambda t: t.model.get("softmax_type", "vanilla") not in ("vanilla", "learnable"),
-        "of attention sinks only those of each head are covered", "model.softmax_type=learnable or vanilla",
     )),
     _sinks(*uncut("attention sinks have")),
     limit(  # as seen on an H100: TE 2.20 and cuDNN 9.19 have none that is deterministic

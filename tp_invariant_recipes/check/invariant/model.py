@@ -129,8 +129,6 @@ def _gates(config: RunConfig) -> bool:
 _delta_row = partial(limit_of, lambda t: has_it(t.model))
 
 DELTA_NET_LIMITS = (
-    limit(lambda t: t.model.get(families.VARIANT) not in (None, families.DELTA_NET),
-        "of attention's variants only gated delta nets are covered", f"leave model.{families.VARIANT} unset"),
     _delta_row(lacks(mode.DELTA_NET), mode.only(mode.DELTA_NET), "numerics=tree"),
     limit_of(_gates, lacks(mode.GATES), mode.only(mode.GATES), "numerics=tree"),
     limit_of(has(ATTENTION_GATE), is_mla, "multi-latent attention has no gate", f"model.{ATTENTION_GATE}=false"),
@@ -211,7 +209,6 @@ LATENT = "moe_latent_size"  # experts see so many features, projected from the h
 
 Z_LOSS = "moe_z_loss_coeff"
 GLOBAL = "global_aux_loss"  # of a data shard's sequences so far
-BALANCING = ("aux_loss", "seq_aux_loss", GLOBAL, "none")
 
 _expert_row = partial(limit_of, has("num_moe_experts"))
 _of_latents = partial(limit_of, lambda t: t.shape.experts and t.model.get(LATENT))
@@ -269,23 +266,11 @@ EXPERT_LIMITS = (
             "model.activation_func=torch.nn.functional.silu",
         ),
     ),
-    naming(
-        "model.moe_router_load_balancing_type",
-        _expert_row(
-            lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
-            "that loss of the router has no invariant version",
-            f"model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
-        ),
-    ),
     _expert_row(_counts_packed_sequences,
         f"the sequences of a packed row come in another order than {GLOBAL} counts them",
         "model.moe_router_load_balancing_type=seq_aux_loss"),
     _expert_row(_counts_captured_sequences, f"{GLOBAL} counts sequences where a captured layer cannot",
         "cuda_graph=off"),
-    _expert_row(lambda t: t.model.get("moe_router_dtype") not in (None, "fp32"),
-        "only model.moe_router_dtype=fp32 or null is covered"),
-    _expert_row(lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
-        "the flex dispatcher has no invariant version", "model.moe_token_dispatcher_type=alltoall"),
     _expert_row(lambda t: t.model.get(Z_LOSS) and t.model.get("mtp_use_repeated_layer"),
         "one layer for all depths of MTP has no z-loss", f"model.{Z_LOSS}=null"),
 )  # fmt: skip
