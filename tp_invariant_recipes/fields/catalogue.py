@@ -7,55 +7,35 @@ from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.fields import model, optimizer, training
 from tp_invariant_recipes.fields.field import NONE, BridgeField, BridgeSection, as_text
-from tp_invariant_recipes.fields.model import MODEL
-from tp_invariant_recipes.fields.optimizer import DDP, MIXED_PRECISION, OPTIMIZER, SCHEDULER
-from tp_invariant_recipes.fields.training import (
-    CHECKPOINT,
-    COMM_OVERLAP,
-    DATASET,
-    DIST,
-    FT,
-    INPROCESS_RESTART,
-    LOGGER,
-    NVRX_STRAGGLER,
-    PEFT,
-    PROFILING,
-    RERUN_STATE_MACHINE,
-    RNG,
-    STRAGGLER,
-    TENSOR_INSPECT,
-    TOKENIZER,
-    TRAIN,
-    VALIDATION,
-)
 from tp_invariant_recipes.settings.schema import PROVIDER, has_default
 from tp_invariant_recipes.settings.sections import OWN_KEYS
 
 # In the order of messages. Of `model` and `mixed_precision`, rules of check/invariant/ say more.
 SECTIONS: dict[str, BridgeSection] = {
-    "optimizer": OPTIMIZER,
-    "ddp": DDP,
-    "dist": DIST,
-    "train": TRAIN,
-    "scheduler": SCHEDULER,
-    "dataset": DATASET,
-    "tokenizer": TOKENIZER,
-    "checkpoint": CHECKPOINT,
-    "validation": VALIDATION,
-    "logger": LOGGER,
-    "rng": RNG,
-    "rerun_state_machine": RERUN_STATE_MACHINE,
-    "profiling": PROFILING,
-    "straggler": STRAGGLER,
-    "nvrx_straggler": NVRX_STRAGGLER,
-    "ft": FT,
-    "inprocess_restart": INPROCESS_RESTART,
-    "tensor_inspect": TENSOR_INSPECT,
-    "peft": PEFT,
-    "comm_overlap": COMM_OVERLAP,
+    "optimizer": optimizer.OPTIMIZER,
+    "ddp": optimizer.DDP,
+    "dist": training.DIST,
+    "train": training.TRAIN,
+    "scheduler": optimizer.SCHEDULER,
+    "dataset": training.DATASET,
+    "tokenizer": training.TOKENIZER,
+    "checkpoint": training.CHECKPOINT,
+    "validation": training.VALIDATION,
+    "logger": training.LOGGER,
+    "rng": training.RNG,
+    "rerun_state_machine": training.RERUN_STATE_MACHINE,
+    "profiling": training.PROFILING,
+    "straggler": training.STRAGGLER,
+    "nvrx_straggler": training.NVRX_STRAGGLER,
+    "ft": training.FT,
+    "inprocess_restart": training.INPROCESS_RESTART,
+    "tensor_inspect": training.TENSOR_INSPECT,
+    "peft": training.PEFT,
+    "comm_overlap": training.COMM_OVERLAP,
 }
-_ALL = SECTIONS | {"model": MODEL, "mixed_precision": MIXED_PRECISION}
+_ALL = SECTIONS | {"model": model.MODEL, "mixed_precision": optimizer.MIXED_PRECISION}
 
 
 def field_at(path: str) -> BridgeField | None:

@@ -29,6 +29,7 @@ from tp_invariant_recipes.fields.field import (
 
 _OTHER_RULE = "another rule lists the values, under any numerics"
 _UNREAD = "Megatron-Bridge does not read it"
+_SWITCHED_OFF = "it is read with a field that is off"
 _DIGEST = "a digest identifies the data"
 _SEQUENCE = "it decides the content of a sequence in every layout"
 _IDS = "it decides how text becomes token ids"
@@ -87,8 +88,6 @@ TOKENIZER = section(
 
 # Adapters (LoRA). check/finetuning.py and check/invariant/training.py have rules for most of these.
 
-_OTHER_RULE = "another rule lists the values, under any numerics"
-
 PEFT = section(
     row(ANY, "target_modules exclude_modules canonical_mapping alpha dropout_position "
         "sequence_parallel_input_regather lora_A_init_method lora_B_init_method a2a_experimental lora_dtype",
@@ -103,8 +102,6 @@ PEFT = section(
 
 # Steps, validation, and random numbers.
 
-_OTHER_RULE = "another rule lists the values, under any numerics"
-_UNREAD = "Megatron-Bridge does not read it"
 _STEP = "a step has gbs sequences in every layout"
 _RANKS = "all ranks must agree whether a step counts"
 
@@ -146,8 +143,6 @@ RNG = section(
 
 # Checkpoints.
 
-_OTHER_RULE = "another rule lists the values, under any numerics"
-_UNREAD = "Megatron-Bridge does not read it"
 _RESUMED = "a run could not be resumed"
 _LOCAL = "--resume knows the checkpoints in run.dir only"
 _EXPORT = "tpi export writes a Hugging Face checkpoint"
@@ -194,7 +189,6 @@ CHECKPOINT = section(
 
 _SWITCH = "sums inside a switch (NVLS, SHARP) have an order of their own"
 _FSDP = "FSDP reduces gradients in an order of its own"
-_SWITCHED_OFF = "it is read with a field that is off"
 _OVERLAP = "overlapped collectives add in an order of their own"
 
 DIST = section(
@@ -235,8 +229,6 @@ COMM_OVERLAP = section(
 
 # What watches a run, or starts it again.
 
-_UNREAD = "Megatron-Bridge does not read it"
-_SWITCHED_OFF = "it is read with a field that is off"
 _OF_TPI = "tpi starts and watches the ranks itself"
 
 LOGGER = section(
