@@ -5,7 +5,7 @@ A row costs no part of the result: the model, the data and the optimizer stay wh
 these fields right and says so; `false` refuses them. A field that the command line sets is refused in any case.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +108,6 @@ def _capturable(config: RunConfig) -> list[str]:
     return [module for module in modules if module not in cuda_graphs.NOT_INVARIANT]
 
 
-def _captures_others(config: RunConfig, was: Any) -> bool:
-    return config.model.get("cuda_graph_impl") == cuda_graphs.TE and _capturable(config) not in (was, [])
-
-
 def _cannot_capture(config: RunConfig, was: Any) -> bool:
     return cuda_graphs.requested(config.model) and bool(
         finetuning.adapts(config)
@@ -127,10 +123,6 @@ def _cannot_capture(config: RunConfig, was: Any) -> bool:
 def _packs(key: str, wrong: Callable[[RunConfig, Mapping[str, Any]], Any]) -> Callable[[RunConfig, Any], bool]:
     """Whether a run packs examples, and one of its settings is wrong."""
     return lambda t, was: finetuning.packing(t) is not None and bool(wrong(t, {key: was}))
-
-
-def _shared_padding(config: RunConfig) -> int:
-    return training_rules.fitting(config, (finetuning.packing(config) or {}).get("pad_seq_to_mult") or 1)
 
 
 def _largest_cp(config: RunConfig) -> int:
@@ -243,7 +235,8 @@ ROWS: tuple[Adjustment, ...] = (
          _examples("get_attention_mask_from_fusion", lambda was: was is False)),
     _row(_with("pad_to_max_length"), "how far an example is padded depends on no other one", "dataset.dataset_kwargs",
          _examples("pad_to_max_length", lambda was: not was), unset=True),
-    _row(_shared_padding, "virtual shards divide each packed sequence", f"{_PACKING}.pad_seq_to_mult",
+    _row(lambda t: training_rules.fitting(t, (finetuning.packing(t) or {}).get("pad_seq_to_mult") or 1),
+         "virtual shards divide each packed sequence", f"{_PACKING}.pad_seq_to_mult",
          _packs("pad_seq_to_mult", training_rules.uneven)),
     _row(False, "a row has the sequences that it holds", f"{_PACKING}.pad_cu_seqlens",
          _packs("pad_cu_seqlens", lambda t, specs: specs["pad_cu_seqlens"])),
@@ -284,7 +277,8 @@ ROWS: tuple[Adjustment, ...] = (
     _row(False, _PADDED, "model.should_pad_vocab"),
     _row(_recomputed, "the layers of this run keep it", "model.recompute_modules",
          lambda t, was: bool(was) and _recomputed(t) != [*was]),
-    _row(_capturable, _GRAPHS, "model.cuda_graph_modules", _captures_others),
+    _row(_capturable, _GRAPHS, "model.cuda_graph_modules",
+         lambda t, was: t.model.get("cuda_graph_impl") == cuda_graphs.TE and _capturable(t) not in (was, [])),
     _row("none", _GRAPHS, "model.cuda_graph_impl", _cannot_capture),
     _row(False, _CPU, "model.use_te_rng_tracker rng.te_rng_tracker", lambda t, was: was and t.device.kind == "cpu"),
     *map(_variable, environment.VARIABLES),
@@ -320,7 +314,11 @@ def adjust(
     lines: list[str] = []
     for row, path in ((adjustment, path) for adjustment in ROWS for path in adjustment.paths):
         kept, was = path in config.recipe.kept, _at(config.sections, path.split("."))
-        if _is_typed(path, typed) or not _is_recipes(path, was, variables) or not (kept or _is_wrong(row, config, was)):
+        name = path.removeprefix(f"{_VARIABLES}.")
+        recipes = name == path or (was is not NOT_SET and was == variables.get(name))
+        given = None if was is NOT_SET and row.unset else was
+        wrong = kept or (given is not NOT_SET and row.wrong(config, given))
+        if not (recipes and wrong) or any(f"{path}.".startswith(f"{t}.") or t.startswith(f"{path}.") for t in typed):
             continue
         now = row.value(config) if callable(row.value) else row.value
         if now == was and not kept:
@@ -330,21 +328,6 @@ def adjust(
             config = RunConfig({**config.sections, PRECISION: preset})
         lines.append(f"{path}: {'an object' if kept else _text(was)} -> {_text(now)}: {row.why}")
     return config, lines
-
-
-def _is_recipes(path: str, value: Any, variables: Mapping[str, str]) -> bool:
-    """Whether a field, or a variable of the environment, has the recipe's value."""
-    name = path.removeprefix(f"{_VARIABLES}.")
-    return name == path or (value is not NOT_SET and value == variables.get(name))
-
-
-def _is_wrong(row: Adjustment, config: RunConfig, value: Any) -> bool:
-    given = None if value is NOT_SET and row.unset else value
-    return given is not NOT_SET and row.wrong(config, given)
-
-
-def _is_typed(path: str, typed: Iterable[str]) -> bool:
-    return any(f"{path}.".startswith(f"{prefix}.") or prefix.startswith(f"{path}.") for prefix in typed)
 
 
 def _text(value: Any) -> str:

@@ -95,7 +95,8 @@ def compose(
         of_typed = (relations.unpadded, typed_rules.idle, typed_rules.unknown)
         problems += lines(replace(it, rule=rule.__name__) for rule in of_typed for it in rule(eager, paths))
         problems += also(eager) if also else []
-        if OR_STOCK in problems and {*lines(check(_under_stock(composed)))} - {*problems}:
+        stock = {**composed.sections, "numerics": {"mode": STOCK, "initial_weights": "megatron"}}
+        if OR_STOCK in problems and {*lines(check(RunConfig(stock)))} - {*problems}:
             problems.remove(OR_STOCK)
     refuse(problems)
     if not graph_choice.decides(typed, recipe=recipe_source.is_recipe(model)):
@@ -227,12 +228,6 @@ def _completed(config: RunConfig, recipe: recipe_layer.RecipeAnswer | None) -> R
     if recipe is None:
         return config
     return RunConfig({**config.sections, "model": recipe_layer.without_defaults(config.model, recipe)})
-
-
-def _under_stock(config: RunConfig) -> RunConfig:
-    """Return the run under stock numerics, without what only the invariant ones have."""
-    numerics = {"mode": STOCK, "initial_weights": "megatron"}
-    return RunConfig({**config.sections, "numerics": numerics})
 
 
 def _with_graphs(model: str, typed: Sequence[Override], composed: RunConfig, eager: RunConfig) -> tuple[RunConfig, str]:

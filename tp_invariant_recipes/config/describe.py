@@ -21,7 +21,8 @@ TP_DEGREES = (1, 2, 4, 8)
 def bridge_overrides(config: RunConfig) -> list[str]:
     """`section.field=value` for every field of Bridge that a run sets, in the form of Bridge's command line."""
     lines = [
-        f"{section}.{field}={value_text(_activation(value) if field == 'activation_func' else value)}"
+        # Bridge's command line knows a function by the last part of its path.
+        f"{section}.{field}={value_text(value.rpartition('.')[2] if field == 'activation_func' else value)}"
         for section in BRIDGE_SECTIONS
         for field, value in config.section(section).items()
         if field != "_target_" and f"{section}.{field}" not in OWN_KEYS
@@ -57,8 +58,3 @@ def model(name: str) -> dict[str, Any]:
 
 def _split(config: RunConfig, tp: int) -> RunConfig:
     return config.with_fields("model", tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
-
-
-def _activation(path: str) -> str:
-    """Return the last part of an activation function's path, its name on Bridge's command line."""
-    return path.rpartition(".")[2]

@@ -7,7 +7,6 @@ Entropy tells none: a wandb key has 40 hexadecimal digits, as a commit has.
 
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 # A name with one of these words, or with one of WHOLE between underscores, is of a secret.
@@ -71,8 +70,10 @@ def redacted(text: str) -> str:
     """Return the text with "…" instead of each secret."""
     for shape in _SHAPES:
         text = shape.sub(lambda match: f"{match[1] or ''}…", text)
-    for secret in _detected(text):
-        text = text.replace(secret, "…")
+    shaped = text
+    for detector in _detectors() if _TOKEN.search(shaped) else ():
+        for secret in filter(None, detector.analyze_string(shaped)):
+            text = text.replace(secret, "…")
     return text
 
 
@@ -92,12 +93,6 @@ def without(value: Any) -> Any:
 def holds(text: str) -> bool:
     """Whether a text has a secret in it."""
     return redacted(text) != text
-
-
-def _detected(text: str) -> Iterator[str]:
-    """Yield what detect-secrets takes for a secret."""
-    for detector in _detectors() if _TOKEN.search(text) else ():
-        yield from (secret for secret in detector.analyze_string(text) if secret and secret != "…")
 
 
 @functools.cache

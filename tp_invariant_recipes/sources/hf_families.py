@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.sources.hf_family import FIELDS, SHARED, Family
+from tp_invariant_recipes.sources.hf_family import FIELDS, Family
 
 WINDOW, WHOLE, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # kinds of layers
 
@@ -87,10 +87,6 @@ class Gemma3(Family):
 
 # --- GPT-OSS ---
 
-_OSS_SIZES = (
-    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("rms_norm_eps", "rope_theta", "num_experts_per_tok"),
-)
 # What Bridge's GPTOSSBridge sets whatever config.json says, and the defaults of its provider.
 _OSS: dict[str, tuple[Any, Any]] = {
     "add_bias_linear": (True, True),
@@ -119,26 +115,6 @@ class GptOss(Family):
         """As of Family."""
         return model.get("softmax_type") == "learnable"
 
-    @property
-    def fields(self) -> Mapping[str, tuple[str, Any]]:
-        """As of Family."""
-        return {key: FIELDS[key] for key in _OSS_SIZES} | {
-            "rope_factor": ("yarn_rotary_scaling_factor", None),
-            "num_local_experts": ("num_moe_experts", None),
-            "intermediate_size": ("moe_ffn_hidden_size", None),
-            "sliding_window": ("window_size", None),
-        }
-
-    @property
-    def shared(self) -> Mapping[str, tuple[Any, Any]]:
-        """As of Family."""
-        return {name: value for name, value in SHARED.items() if name != "window_size"} | _OSS
-
-    @property
-    def fixed(self) -> Mapping[str, Any]:
-        """As of Family."""
-        return {"hidden_act": "silu", "attention_bias": True, "tie_word_embeddings": False}
-
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
         sizes = self._heads(model)
@@ -162,7 +138,8 @@ class GptOss(Family):
         rope = {"rope_theta": sizes.pop("rope_theta"), "rope_type": "yarn", "factor": sizes.pop("rope_factor"), **_YARN}
         return {
             **sizes,
-            **self.fixed,
+            "hidden_act": "silu",
+            **self.stated,
             "attention_dropout": 0.0,
             "layer_types": self.layer_types(sizes),
             "max_position_embeddings": max(model["seq_length"], 131072),
@@ -198,7 +175,6 @@ _GLM: dict[str, tuple[Any, Any]] = {
     "moe_router_dtype": ("fp32", None),
     "moe_router_num_groups": (None, None),
 }
-_ABSENT = ("norm_topk_prob", "num_experts", "tie_word_embeddings")
 BIAS = "mlp.gate.e_score_correction_bias"  # fp32 in every checkpoint: it is no weight
 DEPTHS = "num_nextn_predict_layers"
 
@@ -224,33 +200,9 @@ class Glm45(Family):
         return f"{self.architecture} has a shared expert of the others' size; {key}={routed}"
 
     @property
-    def fields(self) -> Mapping[str, tuple[str, Any]]:
-        """As of Family."""
-        return {key: field for key, field in FIELDS.items() if key not in _ABSENT} | {
-            "n_routed_experts": ("num_moe_experts", None),
-            "routed_scaling_factor": ("moe_router_topk_scaling_factor", None),
-            "first_k_dense_replace": ("moe_layer_freq", None),
-            "use_qk_norm": ("qk_layernorm", False),
-            "attention_bias": ("add_qkv_bias", False),
-            DEPTHS: ("mtp_num_layers", None),
-        }
-
-    @property
     def shared(self) -> Mapping[str, tuple[Any, Any]]:
         """As of Family. The shared expert has the size of the others."""
-        return {n: value for n, value in super().shared.items() if n != "moe_shared_expert_intermediate_size"} | _GLM
-
-    @property
-    def fixed(self) -> Mapping[str, Any]:
-        """As of Family."""
-        return {
-            "hidden_act": "silu",
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "tie_word_embeddings": False,
-        }
+        return {n: value for n, value in super().shared.items() if n != "moe_shared_expert_intermediate_size"}
 
     def of_model(self, key: str, sizes: Mapping[str, Any]) -> Any:
         """As of Family."""
@@ -278,7 +230,8 @@ class Glm45(Family):
         theta = {"rope_theta": sizes.pop("rope_theta"), "rope_type": "default", "partial_rotary_factor": 0.5}
         del sizes["rope_factor"]
         longest = max(model["seq_length"], 131072)
-        return sizes | {**self.fixed, "max_position_embeddings": longest, "rope_parameters": theta}
+        fixed = {"hidden_act": "silu", **self.stated}
+        return sizes | fixed | {"max_position_embeddings": longest, "rope_parameters": theta}
 
     def tensors(self, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """As of Family."""
@@ -385,7 +338,23 @@ class Qwen3Next(Family):
 
 
 _GELU = "megatron.core.activations.fast_gelu"
-GLM_45 = Glm45("Glm4MoeForCausalLM", "glm4_moe", "glm", "glm45_toy", experts=True, partial=0.5)
+GLM_45 = Glm45(
+    *("Glm4MoeForCausalLM", "glm4_moe", "glm", "glm45_toy"),
+    experts=True,
+    partial=0.5,
+    lacks=("norm_topk_prob", "num_experts", "tie_word_embeddings"),
+    more={
+        "intermediate_size": FIELDS["intermediate_size"],
+        "n_routed_experts": ("num_moe_experts", None),
+        "routed_scaling_factor": ("moe_router_topk_scaling_factor", None),
+        "first_k_dense_replace": ("moe_layer_freq", None),
+        "use_qk_norm": ("qk_layernorm", False),
+        "attention_bias": ("add_qkv_bias", False),
+        DEPTHS: ("mtp_num_layers", None),
+    },
+    own=_GLM,
+    stated={"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "tie_word_embeddings": False},
+)
 # The first that has a model's layers is the model's; those of PLAIN are in no order.
 PLAIN = (
     Plain("LlamaForCausalLM", "llama", "llama", "llama32_toy"),
@@ -448,7 +417,19 @@ FAMILIES: tuple[Family, ...] = (
             "experimental_attention_variant": ("gated_delta_net", None),
         },
     ),
-    GptOss("GptOssForCausalLM", "gpt_oss", "gpt_oss", "gpt_oss_toy", experts=True),
+    GptOss(
+        *("GptOssForCausalLM", "gpt_oss", "gpt_oss", "gpt_oss_toy"),
+        experts=True,
+        expert_size="intermediate_size",
+        lacks=("norm_topk_prob", "num_experts", "tie_word_embeddings"),
+        more={
+            "rope_factor": ("yarn_rotary_scaling_factor", None),
+            "num_local_experts": ("num_moe_experts", None),
+            "sliding_window": ("window_size", None),
+        },
+        own=_OSS,
+        stated={"attention_bias": True, "tie_word_embeddings": False},
+    ),
     GLM_45,
     *PLAIN,
 )  # fmt: skip

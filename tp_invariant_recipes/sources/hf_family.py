@@ -84,7 +84,8 @@ class Family:
     norms:       of a layer. norm_of_all_heads: whether one norm has the queries of all heads, and one the keys.
     expert_size: the key of an expert's features in config.json.
     partial:     the part of a head's features that rotary positions turn; None: a size says it.
-    more:        fields that others lack, or other defaults. own: what `shared` has otherwise. stated: as `fixed`.
+    more:        fields that others lack, or other defaults. lacks: keys of FIELDS that it has not.
+    own:         what `shared` has otherwise. stated: as `fixed`.
     """
 
     architecture: str
@@ -98,6 +99,7 @@ class Family:
     norm_of_all_heads: bool = False
     expert_size: str = "moe_intermediate_size"
     more: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
     own: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
@@ -114,7 +116,7 @@ class Family:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of FIELDS that count for it."""
-        omitted = DENSE_ONLY if self.experts else EXPERTS_ONLY
+        omitted = (*self.lacks, *(DENSE_ONLY if self.experts else EXPERTS_ONLY))
         return tuple(key for key in FIELDS if key not in omitted)
 
     @property
@@ -134,7 +136,7 @@ class Family:
     @property
     def fixed(self) -> Mapping[str, Any]:
         """Key of config.json -> the value that it must have, where the architecture has the key."""
-        return FIXED | {**self.stated}
+        return {key: value for key, value in FIXED.items() if key not in self.fields} | {**self.stated}
 
     def layer_types(self, sizes: Mapping[str, Any]) -> list[str] | None:
         """`layer_types` of config.json; None: the architecture has none."""

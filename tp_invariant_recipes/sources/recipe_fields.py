@@ -37,7 +37,8 @@ def plain_fields(values: Mapping[str, Any], cls: type, stated: Collection[str]) 
     kept: list[str] = []
     for name, value in values.items():
         usual = defaults.get(name, MISSING)
-        same = _equal(value, usual) or (value in _UNSET and usual in _UNSET if _plain_type(value) else False)
+        unset = isinstance(value, list | dict | tuple | None) and value in _UNSET and usual in _UNSET
+        same = unset or value is usual or (type(value) is type(usual) and bool(value == usual))
         if same and not (name in stated and name in hints):
             continue
         text = plain(value, hints[name]) if name in hints else MISSING
@@ -98,16 +99,6 @@ def default(field: dataclasses.Field) -> Any:
 def required(cls: Any) -> bool:
     """Whether a class has a field without a default."""
     return any(default(field) is MISSING for field in dataclasses.fields(cls) if field.init)
-
-
-def _plain_type(value: Any) -> bool:
-    return value is None or isinstance(value, list | dict | tuple)
-
-
-def _equal(value: Any, default: Any) -> bool:
-    if value is default:
-        return True
-    return type(value) is type(default) and bool(value == default)
 
 
 def plain(value: Any, hint: Any) -> Any:

@@ -57,7 +57,8 @@ class Checkpoint:
 
         It does not depend on how they are spread over files. All are read.
         """
-        return _digest(self.folder, tuple(_stamp(file) for file in sorted({t.file for t in self.tensors.values()})))
+        states = [(file, file.stat()) for file in sorted({tensor.file for tensor in self.tensors.values()})]
+        return _digest(self.folder, tuple((str(file), state.st_size, state.st_mtime_ns) for file, state in states))
 
     def bits(self, name: str) -> str:
         """SHA-256, hex, of a tensor's bytes."""
@@ -163,12 +164,6 @@ def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
     except (OSError, ValueError) as error:
         problems.append(f"{file.name}: {reason(error)}")
     return tensors
-
-
-def _stamp(file: Path) -> tuple[str, int, int]:
-    """Return what changes when a file is written again."""
-    status = file.stat()
-    return str(file), status.st_size, status.st_mtime_ns
 
 
 @functools.cache
