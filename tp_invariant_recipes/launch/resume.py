@@ -118,7 +118,9 @@ def overrides_to_continue(
     """
     without = [*OF_AN_ATTEMPT, *(override.path for override in typed)]
     trust.require(run_dir.path, before, run_dir.config, without, typed_model=typed_model)
-    kept = parse_all(fingerprint.kept(before.numerics))  # another layout has other defaults
+    mode_typed = given(typed, "numerics.mode")
+    numerics = before.numerics | ({"mode": mode_typed.value} if mode_typed else {})
+    kept = parse_all(fingerprint.kept(numerics))  # another layout has other defaults
     return latest([*_recorded(before, OF_AN_ATTEMPT), *kept, *typed])
 
 
