@@ -114,7 +114,10 @@ VERIFY = (
         ],
     ),
 )  # fmt: skip
-COMMANDS = {"train": TRAIN, "bench": BENCH, "audit": AUDIT, "verify": VERIFY}
+SCORE = (
+    (["taken", "none.jsonl"], ["2 problems", "taken: neither a run directory nor a H", "none.jsonl: No such file"]),
+)
+COMMANDS = {"train": TRAIN, "bench": BENCH, "audit": AUDIT, "verify": VERIFY, "score": SCORE}
 ROWS = [(command, *row) for command, rows in COMMANDS.items() for row in rows]
 
 

@@ -132,7 +132,7 @@ def model_of(
         *(f"{override.text}: {why}" for override in requested if (why := _refused(override, command))),
     ]
     of_run, folder = RunDir(source).run.exists(), source.expanduser().absolute()
-    problems += _misplaced(source, folder, step)
+    problems += misplaced(source, step)
     refuse(problems)
     composed, checkpoint, of_weights = (
         _of_run(source, requested, step) if of_run else _of_folder(folder, requested, numerics)
@@ -162,7 +162,9 @@ def model_of(
     )
 
 
-def _misplaced(source: Path, folder: Path, step: int | None) -> list[str]:
+def misplaced(source: Path, step: int | None) -> list[str]:
+    """Return why a source is neither a run directory nor a Hugging Face folder, or cannot have the step."""
+    folder = source.expanduser().absolute()
     if RunDir(source).run.exists():
         return []
     if (folder / weights.CONFIG).is_file():
