@@ -46,13 +46,6 @@ def float_bits(value: float, width: int) -> str:
 
 def bits_float(text: str) -> float:
     """Read the number back, also the payload of an f32 NaN. ValueError: `text` is not as `float_bits` writes it."""
-    if not isinstance(text, str):  # which need not be hashable
-        _parse(text)
-    return _float_of(text)
-
-
-@functools.lru_cache(maxsize=1 << 16)  # a step's number is checked, described and drawn: each would parse it anew
-def _float_of(text: str) -> float:
     fmt, pattern = _parse(text)
     if fmt.width == 32 and _is_nan(fmt, pattern):
         # The processor's widening would set the quiet bit of a signalling NaN, so widen the integers.

@@ -141,14 +141,9 @@ def settled(weight: Any, returned: Any, delayed: bool, accumulated: bool) -> Any
         return returned
     if not (accumulated and hasattr(weight, "grad_added_to_main_grad")):
         return None
-    weight.grad_added_to_main_grad = True
-    return dummy(weight)
-
-
-def dummy(weight: Any) -> Any:
-    """Return Transformer Engine's placeholder for a gradient that is in `main_grad`."""
     from transformer_engine.pytorch.module.base import get_dummy_wgrad
 
+    weight.grad_added_to_main_grad = True
     return get_dummy_wgrad(list(weight.size()), weight.dtype, zero=getattr(weight, "zero_out_wgrad", False))
 
 
@@ -238,7 +233,7 @@ PATCHES = (
             ">=2.11",
             (
                 Function(
-                    "pytorch/module/grouped_linear.py",
+                    FILE,
                     "_GroupedLinear.backward",
                     {
                         "2.11.0 to 2.14.1": "fb01fbea80b2ff90",

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.gridspec import GridSpec
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tp_invariant_recipes.ledger.bits import bits_float, ulp_distance
 from tp_invariant_recipes.ledger.reader import Ledger
@@ -223,6 +223,8 @@ def cost(report: Report) -> Drawing | None:
         _lines(first, "Step time", "seconds", times, numbers)
         first.set_yscale("log")
         first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        first.yaxis.set_minor_locator(NullLocator())
         _lines(second, title, unit, beside, numbers)
         second.set_ylim(bottom=0)
         first.legend(handles=[_handle(n, report.runs[n]) for n in numbers], loc="best")
@@ -246,14 +248,6 @@ def _costs(runs: list[Sequence[ProgressLine]]) -> tuple[list[np.ndarray], list[n
         return times, peaks, "Peak memory, last rank", "GiB"
     speeds = [curve((t.step, t.tokens / t.seconds if t.seconds else None) for t in timings) for timings in runs]
     return times, speeds, "Tokens per second", "tokens/s"
-
-
-def label_logarithms(figure: Any) -> None:
-    """Label logarithmic axes by numbers, at major ticks alone: matplotlib writes mathematics there."""
-    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        if isinstance(axis.get_major_formatter(), LogFormatter):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.set_minor_locator(NullLocator())
 
 
 def axes_grid(figure: FigureBase, height: float, rows: int = 1, columns: int = 1, **more: Any) -> GridSpec:

@@ -17,22 +17,20 @@ from matplotlib.figure import Figure
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.comparison.compare import Comparison
 from tp_invariant_recipes.comparison.text import parameter_rows, remarks, verdict_line
-from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger.schema import IDENTITY, INFORMATIVE, canonical
 from tp_invariant_recipes.report import figures
-from tp_invariant_recipes.report.figures import WIDTH, Drawing, label_logarithms, named, settings, style_sheet
+from tp_invariant_recipes.report.figures import WIDTH, Drawing, named, settings, style_sheet
 from tp_invariant_recipes.report.runs import Report, Run
+from tp_invariant_recipes.runs.run_dir import writing
 from tp_invariant_recipes.text import plural
 
 
 def write(file: Path, data: bytes) -> None:
     """Write a file atomically. RunError: the file cannot be written."""
-    try:
+    with writing(file, "--out FILE on another disk"):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, data)
-    except OSError as error:
-        raise RunError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def svg(drawing: Drawing) -> Markup:
@@ -41,7 +39,6 @@ def svg(drawing: Drawing) -> Markup:
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure = Figure(figsize=(WIDTH, drawing.height), facecolor="none")
         drawing.draw(figure)
-        label_logarithms(figure)
         stream = io.StringIO()
         FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
     document = stream.getvalue()
