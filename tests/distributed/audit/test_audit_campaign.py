@@ -40,16 +40,6 @@ def test_a_campaign_of_resumes_leaves_out_formats_that_no_audit_reads(here):
         assert campaign_of._allowed(frozenset(("dp=2", fsdp))) is allowed
 
 
-def test_a_cell_is_configured_as_hydra_composes_it():
-    cells, cell = (
-        cells_of_layouts_and_losses(),
-        frozenset(("tp=2 sp=false", "mbs=2", "model.calculate_per_token_loss=true")),
-    )
-    composed = cells.composed([*cells.sizes, *cells.words(cell)]).config
-    assert cells.configured(cell).sections == composed.sections
-    assert cells.configured(frozenset(("mbs=2",))).sections != composed.sections
-
-
 def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_reason(here, monkeypatch):
     names = ("evaluation", "adapters")
     monkeypatch.setattr(configurations, "OPTIONS", {name: configurations.OPTIONS[name] for name in names})

@@ -15,7 +15,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, refuse
 from tp_invariant_recipes.features.audit import configurations, rank, resume, script, workflow
@@ -56,7 +55,7 @@ class Campaign:
         self._refused: dict[Configuration, str] = {}  # -> why
         self._directories = max((int(path.name) for path in where.trial(0).parent.glob("*")), default=0)
         self._cells = Configurations(state.model, state.overrides, where.texts, plan.detect_device())
-        self._covering = Covering(self._cells.axes, len(configurations.LAYOUTS), self._allowed, self._ranks_of)
+        self._covering = Covering(self._cells.axes, len(configurations.LAYOUTS), self._allowed)
 
     def run(self, *, exitfirst: bool = False) -> CampaignResult:
         """Audit all configurations, one after the other. Interrupted: Ctrl-C, SIGTERM.
@@ -82,16 +81,14 @@ class Campaign:
 
     # --- which configurations ---
 
-    def _ranks_of(self, setting: str) -> int:
-        return 2 if setting[:3] in ("tp=", "pp=", "cp=", "dp=") else 1
-
     def _allowed(self, cell: Configuration) -> bool:
-        """Whether a run may have these settings, and no fault that is found already is among them."""
+        """Whether a run may have these settings, has a reference that is another one, and no fault that is found
+        already."""
         wrong = (*self._refused, *(set(finding.settings) for finding in self.state.findings))
-        if any(settings <= cell for settings in wrong):
+        if not self._covering.changes_layout(cell) or any(settings <= cell for settings in wrong):
             return False
         config = self._cells.configured(cell)
-        if config.layout.world > RANKS or check(config):
+        if config is None or config.layout.world > RANKS:
             return False
         if self.state.resume_at is not None and resume.saved_as(config) != resume.READ:
             return False  # as Megatron-FSDP's: a campaign would try it with every other setting
@@ -150,14 +147,11 @@ class Campaign:
 
     def _meets(self, cell: Configuration, known: str) -> bool:
         """Whether a known fault strikes a run with these settings."""
-        if not (self._covering.changes_layout(cell) and self._allowed(cell)):
-            return False
-        return any(str(fault) == known for fault in faults.shown(self._cells.configured(cell)))
+        config = self._cells.configured(cell) if self._allowed(cell) else None
+        return config is not None and any(str(fault) == known for fault in faults.shown(config))
 
     def _fails_alike(self, cell: Configuration, trial: AuditRun) -> bool:
-        if not (self._covering.changes_layout(cell) and self._allowed(cell)):
-            return False
-        smaller = self._audited(cell)
+        smaller = self._audited(cell) if self._allowed(cell) else None
         if smaller is None:
             return False
         if smaller.sound:

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,11 @@ Configuration = frozenset[str]
 MOST = 6  # settings of a configuration: a fault among more takes long to shrink
 
 
+def ranks(setting: str) -> int:
+    """Return the ranks that a configuration needs for a setting: those with few come first."""
+    return 2 if setting.startswith(("tp=", "pp=", "cp=", "dp=")) else 1
+
+
 def pairs(axes: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
     """Each two settings of different axes, in the order of the axes."""
     for first, second in combinations(axes, 2):
@@ -120,7 +126,6 @@ class Covering:
     others alone
              leave nothing to compare.
     allowed: whether a run may have these settings together.
-    cost:    the cost of a setting; cheap configurations come first.
     """
 
     def __init__(
@@ -128,14 +133,13 @@ class Covering:
         axes: Sequence[Sequence[str]],
         layouts: int,
         allowed: Callable[[Configuration], bool],
-        cost: Callable[[str], int] = lambda setting: 1,
     ) -> None:
         self._axis = {setting: n for n, axis in enumerate(axes) for setting in axis}
-        self._layouts, self._allowed, self._cost = layouts, allowed, cost
+        self._layouts, self._allowed = layouts, allowed
         cells = [frozenset(pair) for pair in pairs(axes)]
         cells += [frozenset((setting,)) for axis in axes[:layouts] for setting in axis]
         self.pending: dict[Configuration, None] = dict.fromkeys(
-            sorted(cells, key=lambda cell: math.prod(map(cost, cell)))
+            sorted(cells, key=lambda cell: math.prod(map(ranks, cell)))
         )
         self.total = len(self.pending)
 
@@ -177,7 +181,7 @@ class Covering:
             gains = {
                 setting: sum(frozenset((setting, other)) in self.pending for other in cell)
                 for setting in self._axis
-                if self._fits(cell, setting) and not (self._axis[setting] < self._layouts and self._cost(setting) > 1)
+                if self._fits(cell, setting) and not (self._axis[setting] < self._layouts and ranks(setting) > 1)
             }
             best = sorted((s for s in gains if gains[s]), key=lambda setting: -gains[setting])
             larger = next((cell | {setting} for setting in best if self._allowed(cell | {setting})), None)
@@ -195,9 +199,6 @@ def shrunk(cell: Configuration, fails: Callable[[Configuration], bool]) -> Confi
     return cell
 
 
-Sections = dict[str, Any]
-
-
 class Configurations:
     """The configurations of a model. ConfigError: it is refused as it is.
 
@@ -205,11 +206,11 @@ class Configurations:
     base:      the model in the sizes that are tried. sizes: the overrides that cut it.
     axes:      settings that the model may have in some layout, a row an axis; those that change it not at all are left
                out. refused: the others, with the reason.
+    configured: a configuration as the model has it; None: it is refused.
     """
 
     def __init__(self, model: str, overrides: Sequence[str], texts: Path, device: str) -> None:
         self._model, self._overrides, self._texts, self._device = model, overrides, texts, device
-        self._changes: dict[str, Sections] = {}
         self.refused: dict[str, str] = {}
         self.base, self.sizes = self._cut()
         named = {**LAYOUTS, **OPTIONS}
@@ -217,6 +218,7 @@ class Configurations:
         absent = {*(() if self.base.shape.experts else OF_EXPERTS), *(() if examples else OF_EXAMPLES)}
         self.axes = [[] if name in absent else self._possible(name, axis) for name, axis in named.items()]
         self._order = [setting for axis in self.axes for setting in axis]
+        self.configured = cache(self._configured)
 
     def settings(self, cell: Configuration) -> tuple[str, ...]:
         """Return the settings of a configuration, in the order of the axes."""
@@ -226,15 +228,11 @@ class Configurations:
         """Return the overrides of a configuration, in the order of the axes."""
         return [word for setting in self.settings(cell) for word in self._split(setting)]
 
-    def configured(self, cell: Configuration) -> RunConfig:
-        """Return the configuration of a configuration, of what each of its settings changes: Hydra takes half a
-        second."""
-        config = self.base
-        for setting in self.settings(cell):
-            for section, fields in self._changes[setting].items():
-                merged = config.section(section) | fields if isinstance(fields, dict) else fields
-                config = RunConfig({**config.sections, section: merged})
-        return config
+    def _configured(self, cell: Configuration) -> RunConfig | None:
+        try:
+            return self.composed([*self.sizes, *self.words(cell)]).config
+        except ConfigError:
+            return None
 
     def composed(self, settings: Sequence[str]) -> Composed:
         """Compose the model with these overrides. Raises ConfigError."""
@@ -280,27 +278,10 @@ class Configurations:
                     refused.setdefault(setting, error.problems[0])
                     continue
                 refused.pop(setting, None)
-                if changes := _changes(before[layout], config):
+                if config.sections != before[layout].sections:
                     usable.append(setting)
-                    self._changes[setting] = changes
                 break
             if usable and name in FIRST_ALLOWED:
                 return usable
         self.refused |= refused
         return usable
-
-
-def _changes(before: RunConfig, after: RunConfig) -> Sections:
-    """Return the fields of each section that differ, or a whole section that has none."""
-    changes = {}
-    for name, fields in after.sections.items():
-        earlier = before.sections.get(name)
-        if isinstance(fields, dict):
-            known = earlier if isinstance(earlier, dict) else {}
-            fields = {key: value for key, value in fields.items() if known.get(key, ...) != value}
-            differs = bool(fields)
-        else:
-            differs = fields != earlier
-        if differs:
-            changes[name] = fields
-    return changes

@@ -29,12 +29,8 @@ AXES = (
 LAYOUTS = 3
 
 
-def cost(setting: str) -> int:
-    return 2 if setting.startswith(("tp", "dp")) else 1
-
-
 def covered(allowed=lambda cell: True):
-    covering = Covering(AXES, LAYOUTS, allowed, cost)
+    covering = Covering(AXES, LAYOUTS, allowed)
     cells = []
     while (cell := covering.next()) is not None:
         cells.append(cell)
