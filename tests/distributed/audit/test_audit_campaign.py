@@ -90,7 +90,6 @@ def ran(here, monkeypatch, judged, known=None, **more):
     monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())
     audits, answers = begun(here), Answers(judged, known)
     monkeypatch.setattr(campaign, "audited", answers)
-    monkeypatch.setattr(campaign.rank, "prepare", lambda: None)
     return audits.run(**more), answers
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, refuse
-from tp_invariant_recipes.features.audit import configurations, rank, resume, script, workflow
+from tp_invariant_recipes.features.audit import configurations, resume, script, workflow
 from tp_invariant_recipes.features.audit.configurations import Configuration, Configurations, Covering, shrunk
 from tp_invariant_recipes.features.audit.result import BEYOND, FAILED, AuditRun, CampaignResult, ShrunkFault
 from tp_invariant_recipes.launch import plan, train
@@ -63,7 +63,6 @@ class Campaign:
         exitfirst: end with the first fault that is not known.
         """
         begun = time.monotonic()
-        rank.prepare()
         for earlier in self.state.trials:
             if earlier.covers:
                 self._covering.cover(frozenset(earlier.settings))

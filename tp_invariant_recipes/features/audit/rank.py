@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of an audit: the audited run, or the reference and its dithered repetitions in this one process."""
 
-import gc
-import importlib
 import os
 
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -11,14 +9,6 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.runs.sweep_dir import AuditedRun
 from tp_invariant_recipes.start import bridge
 from tp_invariant_recipes.training import rank
-
-# What a rank imports beside Bridge; the last two bring many kernels and layers.
-IMPORTED = (
-    *("safetensors.numpy", "megatron.core.datasets.helpers", "megatron.core.tokenizers.text.models"),
-    *(f"tp_invariant_recipes.{name}" for name in ("cpu_host.cpu", "comparison.comparability", "observe.recorder")),
-    *(f"tp_invariant_recipes.training.{name}" for name in ("async_writer", "settle", "written_hashes")),
-    *("tp_invariant_recipes.features.audit.recording", "tp_invariant_recipes.numerics.megatron.replacements"),
-)
 
 
 def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
@@ -51,11 +41,3 @@ def train_and_record(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
     from tp_invariant_recipes.features.audit.resume_recording import ResumeRecording
 
     training.train(run_dir, rank_info, [ResumeRecording(run, run.read_task().first)])
-
-
-def prepare() -> None:
-    """Import what ranks import, and keep the collector away from it: ranks that are forked later have it all."""
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()

@@ -30,7 +30,6 @@ from tp_invariant_recipes.features.serve.backend import Backend, Open, Refused
 from tp_invariant_recipes.features.serve.bodies import Prompts
 from tp_invariant_recipes.reading import TOKENS, parse_object
 
-SMALL = 1 << 14  # bytes of a body that is parsed at once; another thread parses larger ones
 BODY_SECONDS = 60  # that a client has for its body
 RETRY_AFTER = 1  # seconds
 CONNECTIONS = 4096  # at most; uvicorn answers 503 to more
@@ -92,16 +91,9 @@ async def body_of(request: Request, most: int) -> dict[str, Any]:
     if not data.strip():
         return {}
     try:
-        return await _parsed(request, partial(parse_object, most=TOKENS), bytes(data))
+        return await asyncio.to_thread(parse_object, bytes(data), most=TOKENS)  # a large one takes seconds
     except ValueError as wrong:
         raise Refused(400, f"the body is not JSON that is taken here: {reason(wrong)}") from wrong
-
-
-async def _parsed[T](request: Request, parse: Callable[..., T], *arguments: Any) -> T:
-    """Parse a body, a large one in another thread."""
-    length = request.headers.get("content-length", "")
-    small = length.isdecimal() and len(length) < 6 and int(length) < SMALL
-    return parse(*arguments) if small else await asyncio.to_thread(parse, *arguments)
 
 
 async def answered[T](request: Request, opened: Sequence[Open], backend: Backend, result: Awaitable[T]) -> T:
@@ -167,7 +159,7 @@ def _event(value: Any) -> bytes:
 async def _complete(kind: Any, form: type[Answer], service: Service, request: Request, body: Any) -> Response:
     """Answer a route that completes prompts. kind: of its body. form: of its answer."""
     backend = service.backend
-    asked = await _parsed(request, service.fitting.asked, kind, body)
+    asked = await asyncio.to_thread(service.fitting.asked, kind, body)
     opened = backend.submit(asked.requests, stream=asked.body.stream)
     answer = form(service.prompts.codec, asked, opened, service.prompts.names[0])
     if asked.body.stream:
@@ -177,7 +169,7 @@ async def _complete(kind: Any, form: type[Answer], service: Service, request: Re
 
 
 async def _score(service: Service, request: Request, body: Any) -> Response:
-    sequences = await _parsed(request, service.fitting.score, body)
+    sequences = await asyncio.to_thread(service.fitting.score, body)
     answer = await answered(request, (), service.backend, service.backend.score(sequences))
     joined = b", ".join(line.strip() for line in answer.lines)  # as `tpi score` writes them
     whole = b'{"weight_version": ' + json.dumps(answer.version).encode() + b', "scores": [' + joined + b"]}"

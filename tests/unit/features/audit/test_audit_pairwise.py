@@ -2,14 +2,12 @@
 """Parts of `tpi audit`: cells that cover each pair of settings once, the reference that it plans."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import combinations
 
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.features.audit import rank
 from tp_invariant_recipes.features.audit import reference as audit_reference
 from tp_invariant_recipes.features.audit.configurations import MOST, Covering, pairs, shrunk
 from tp_invariant_recipes.features.audit.result import (
@@ -125,9 +123,3 @@ def test_a_reference_of_invariant_numerics_has_their_definition(model, word, cou
     assert compose(model, ["numerics=tree", "gbs=4"]).config.numerics != defined.numerics
     stock = compose(model, ["numerics=stock", word, "gbs=4"]).config
     assert count not in audit_reference.overrides(stock, [])
-
-
-@pytest.mark.parametrize("name", rank.IMPORTED)
-def test_what_a_campaign_imports_ahead_is_there(name):
-    """Nothing else names these modules, so that renaming one would end every campaign."""
-    assert find_spec(name) is not None

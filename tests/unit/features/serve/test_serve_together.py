@@ -12,6 +12,7 @@ from tests.unit.features.serve.fake_ranks import SLOW, served
 from tests.unit.features.serve.test_serve_bodies import connected, good, until
 from tests.unit.features.serve.test_serve_routes import ask, events, slow, versions
 from tp_invariant_recipes.data import sequences
+from tp_invariant_recipes.features.serve import http as server_
 from tp_invariant_recipes.features.serve import workflow
 
 httpx = pytest.importorskip("httpx")
@@ -96,11 +97,12 @@ def test_a_paused_server_ends(mode):
 @pytest.mark.parametrize(
     "route, body", (("/score", {"tokens": [5, 6]}), ("/update_weights_from_disk", {"model_path": "v1"}))
 )
-def test_a_server_that_ends_answers_scores_and_updates(route, body):
+def test_a_server_that_ends_answers_scores_and_updates(monkeypatch, route, body):
     """Also an update that waits for open requests, and the requests that wait for it."""
+    monkeypatch.setattr(server_, "LAST_SECONDS", 1)
     results = []
     with served() as (client, rank, http):
-        rank.delay = 4  # longer than clients have to read at the end
+        rank.delay = 1.5  # longer than clients have to read at the end
         update = route != "/score"
         first = slow(client, results, tokens=30) if update else None
         until(lambda: rank.samples or not update)
