@@ -175,11 +175,10 @@ def test_every_key_is_documented():
 
 def test_a_stream_that_nobody_reads_holds_up_nobody(server):
     client, _, http = server
-    keys = {"input_ids": [5], "stream": True, "return_logprob": True, "sampling_params": {"max_new_tokens": 3000}}
-    body = json.dumps(keys).encode()
+    asked = raw(input_ids=[5], stream=True, return_logprob=True, sampling_params={"max_new_tokens": 3000})
     streams = [connected(http) for _ in range(8)]
     for stream in streams:
-        stream.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        stream.sendall(asked)
     for _ in range(5):
         assert good(client)
     for stream in streams:
@@ -191,20 +190,20 @@ def test_a_server_ends_in_spite_of_a_stream_that_nobody_reads(caplog, monkeypatc
     """Without a word of its own about that."""
     monkeypatch.setattr(server_, "LAST_SECONDS", 1)
     with served() as (_, rank, http):
-        keys = {
-            "input_ids": [5],
-            "stream": True,
-            "return_logprob": True,
-            "sampling_params": {"max_new_tokens": 3000, "n": 60},
-        }
-        body = json.dumps(keys).encode()
+        params = {"max_new_tokens": 3000, "n": 60}
         with connected(http) as stream:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-            stream.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            stream.sendall(raw(input_ids=[5], stream=True, return_logprob=True, sampling_params=params))
             until(lambda: rank.samples)
             http.drain()
             until(lambda: not http._thread.is_alive())
     assert [each for each in caplog.records if each.name.startswith("uvicorn")] == []
+
+
+def raw(**keys) -> bytes:
+    """A request to complete, as it travels."""
+    body = json.dumps(keys).encode()
+    return b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 def connected(http) -> socket.socket:
@@ -258,9 +257,8 @@ def test_a_slow_body_is_refused(server, monkeypatch):
 @pytest.mark.parametrize("stream", (False, True))
 def test_a_client_that_leaves_frees_its_requests(server, stream):
     client, rank, http = server
-    body = json.dumps({"input_ids": [SLOW], "stream": stream, "sampling_params": {"max_new_tokens": 4000}}).encode()
     with connected(http) as sock:
-        sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        sock.sendall(raw(input_ids=[SLOW], stream=stream, sampling_params={"max_new_tokens": 4000}))
         until(lambda: rank.samples)
         if stream:
             assert sock.recv(15) == b"HTTP/1.1 200 OK"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that meet: streams, pauses, updates, scores, aborts and the end of the server, in unplanned orders."""
 
-import json
 import threading
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.features.serve.fake_ranks import SLOW, served
-from tests.unit.features.serve.test_serve_bodies import connected, good, until
+from tests.unit.features.serve.test_serve_bodies import connected, good, raw, until
 from tests.unit.features.serve.test_serve_routes import ask, events, slow, versions
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.features.serve import http as server_
@@ -170,9 +169,8 @@ def test_a_client_that_leaves_before_its_requests_begin():
         until(lambda: rank.samples)
         update = post(client, results, "/update_weights_from_disk", model_path="v1")
         until(lambda: http.backend.delayed is not None)
-        body = json.dumps({"input_ids": [5], "sampling_params": {"n": 3}}).encode()
         with connected(http) as stream:
-            stream.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            stream.sendall(raw(input_ids=[5], sampling_params={"n": 3}))
             until(lambda: http.backend.delayed)
         until(lambda: http.backend.delayed == {})
         first.join()
@@ -184,12 +182,9 @@ def test_a_client_that_leaves_before_its_requests_begin():
 def test_requests_of_one_connection_are_answered_in_order():
     """HTTP pipelining."""
     with served() as (client, _, http):
-        bodies = [
-            json.dumps({"input_ids": [n], "sampling_params": {"max_new_tokens": 1}}).encode() for n in (SLOW, 7, 8)
-        ]
-        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
         with connected(http) as stream:
-            stream.sendall(b"".join(head % len(body) + body for body in bodies))
+            asked = (raw(input_ids=[n], sampling_params={"max_new_tokens": 1}) for n in (SLOW, 7, 8))
+            stream.sendall(b"".join(asked))
             stream.settimeout(10)
             found = b""
             while found.count(b"output_ids") < 3:
