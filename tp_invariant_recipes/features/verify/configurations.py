@@ -273,14 +273,6 @@ def configuration_of(choice: Choice, planned: Plan) -> Configuration:
     )
 
 
-def lengths(plans: dict[str, Plan]) -> list[str]:
-    """Why these configurations have not one length."""
-    steps = sorted({planned.steps for planned in plans.values()})
-    if len(steps) == 1:
-        return []
-    return [f"configurations of {' and '.join(map(str, steps))} steps: a sweep has one length; give iters one value"]
-
-
 def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
     """Return the reasons why configurations are different experiments: the keys whose values alone change the
     identity."""

@@ -17,7 +17,6 @@ from tp_invariant_recipes.features.verify.configurations import (
     configuration_of,
     fitting_choices,
     identities,
-    lengths,
     named,
     plan_configurations,
     spread,
@@ -98,7 +97,7 @@ def new(
     omitted += too_large
     where = SweepDir(choose_for_several(directory, f"verify-{model}"))
     plans = plan_configurations(choices, list(composed.values()), where, how)
-    problems = [*lengths(plans), *identities(axes, choices, plans)]
+    problems = identities(axes, choices, plans)
     if reference is not None and not problems:
         differences = fingerprint_differences(reference.header, Header(identity=next(iter(plans.values())).identity))
         problems = [
