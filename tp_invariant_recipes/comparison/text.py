@@ -223,7 +223,8 @@ def _listed_by_both(comparison: Comparison) -> set[str]:
 
 def header_rows(comparison: Comparison) -> tuple[tuple[str, str, str], ...]:
     """Name and both values of the differing header fields; those that make the runs incomparable come first."""
-    return tuple((d.field, d.a or _NOT_SET, d.b or _NOT_SET) for d in comparison.refused + comparison.informed)
+    differences = dict.fromkeys(comparison.refused + comparison.informed)  # the identity has some of the numerics' too
+    return tuple((d.field, d.a or _NOT_SET, d.b or _NOT_SET) for d in differences)
 
 
 def _identical(comparison: Comparison) -> str:

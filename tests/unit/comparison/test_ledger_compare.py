@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.ledgers import record
 from tests.unit.comparison.ledgers import tpi_compare
 from tp_invariant_recipes.comparison.compare import Verdict, compare
-from tp_invariant_recipes.comparison.text import verdict_line
+from tp_invariant_recipes.comparison.text import header_rows, verdict_line
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 
@@ -69,6 +69,16 @@ def test_another_identity_is_refused_and_named(identity, words):
     assert verdict_line(result).endswith(words)
     assert {difference.field for difference in result.refused} == identity.keys()
     assert other.identity_hash != HEADER.identity_hash
+
+
+def test_a_field_of_the_identity_and_the_numerics_is_one_row():
+    one, two = (
+        replace(HEADER, identity=HEADER.identity | {"numerics.data_shards": n}, numerics={"data_shards": n})
+        for n in (1, 2)
+    )
+    assert header_rows(compare(plain_ledger(header=one), plain_ledger(header=two))) == (
+        ("numerics.data_shards", "1", "2"),
+    )
 
 
 # The command.
