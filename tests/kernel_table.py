@@ -144,7 +144,7 @@ def _cross_entropy(large: bool) -> Calls:
 
 def _stepped(decoupled: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     numbers, changed = ieee_adam.adam_numbers(5, 1e-3, (0.9, 0.95), 1e-8, 0.1), [part.clone() for part in tensors]
-    ieee_adam.adam_step(*([tensor] for tensor in changed), numbers, decoupled)
+    ieee_adam.adam_step(*changed, numbers, decoupled)
     return tuple(changed)
 
 

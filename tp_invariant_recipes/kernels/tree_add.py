@@ -61,7 +61,6 @@ def _peer_add(
 PEER_ADD = Kernel(_peer_add)
 
 
-BLOCK = 1024
 WIDEST = 64  # partials that one launch adds; more take a launch for every factor of 64
 
 

@@ -82,10 +82,11 @@ def require_conformance(gpu: int | None = None, *, fp8: bool = False) -> None:
     """
     different = differences(gpu)
     if different:
+        known = name(_bf16_rows(), _product(gpu))
+        what = f"{named(gpu)} is not bitwise identical to the definition{f' ({known})' if known else ''}"
         raise RunError(
-            f"numerics=portable: {named(gpu)} is not bitwise identical to the definition{_known_sum(gpu)}, so "
-            "the run's "
-            f"ledger would hold for such machines only: {abbreviated(different, NAMED, '; ')}; or numerics=tree"
+            f"numerics=portable: {what}, so the run's ledger would hold for such machines only: "
+            f"{abbreviated(different, NAMED, '; ')}; or numerics=tree"
         )
     different = fp8_differences(gpu) if fp8 else []
     if different:
@@ -117,11 +118,6 @@ def _bf16_rows() -> conformance.Recording:
         if case.name.startswith("bf16/") and case.a.shape[1] <= LONGEST  # type: ignore[union-attr]
     )
     return conformance.Recording(recording.gpu, cases)
-
-
-def _known_sum(gpu: int | None) -> str:
-    text = name(_bf16_rows(), _product(gpu))
-    return f" ({text})" if text else ""
 
 
 def _differences(recording: conformance.Recording, gpu: int | None) -> list[str]:

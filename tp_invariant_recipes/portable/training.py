@@ -80,7 +80,7 @@ def portable_adam(original: type) -> type:
             tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
             p, g, m, v = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
             decoupled = group.get("decoupled_weight_decay", original is torch.optim.AdamW)
-            adam_step([p], [g], [m], [v], numbers, bool(decoupled))
+            adam_step(p, g, m, v, numbers, bool(decoupled))
 
     PortableAdam.__name__ = original.__name__
     return PortableAdam

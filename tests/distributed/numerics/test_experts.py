@@ -84,7 +84,7 @@ class TestInAGraph:
 
     @pytest.fixture
     def captured(self, token_dispatcher, monkeypatch):
-        return lambda now=True: monkeypatch.setattr(token_dispatcher, "_in_a_graph", lambda _: now)
+        return lambda now=True: monkeypatch.setattr(token_dispatcher, "capturing", lambda _: now)
 
     @pytest.mark.parametrize("capacity", (None, 6), ids=("dropless", "capacity"))
     def test_one_rank(self, token_dispatcher, captured, capacity):

@@ -70,7 +70,7 @@ def graphs(margin: float, blind: bool = False):
         train.FullCudaGraphWrapper = Eager
         train.is_full_iteration_cuda_graph = lambda _: True
         token_dispatcher.MARGIN = margin
-        token_dispatcher._in_a_graph = lambda _: Eager.capturing
+        token_dispatcher.capturing = lambda _: Eager.capturing
 
         class Groups(token_dispatcher.Groups):
             """With sizes in a graph, too, which GEMMs of a CPU need."""

@@ -173,7 +173,7 @@ def launches(rows):
     key = fake(rows, 1, 8, 128)
     attended = ieee_attention.attention_forward(q, key, key, 0.1)
     ieee_attention.attention_backward(q, q, key, key, attended, 0.1)
-    ieee_adam.adam_step(*[[fp32(rows, HIDDEN)]] * 4, ieee_adam.adam_numbers(1, 1e-3, (0.9, 0.95), 1e-8, 0.1))
+    ieee_adam.adam_step(*[fp32(rows, HIDDEN)] * 4, ieee_adam.adam_numbers(1, 1e-3, (0.9, 0.95), 1e-8, 0.1))
     ieee_samples.values(of_rows)
     walked = fp32(rows, 4, 128), fp32(rows, 4, 128), fp32(rows, 4, 128), fp32(rows, 4), fp32(rows, 4)
     ieee_delta.delta_rule(ieee_delta.Numbers(*walked), fake(rows, 4, dtype=torch.int32), 1, fp32(9, 4, 128, 128))

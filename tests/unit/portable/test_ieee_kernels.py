@@ -235,7 +235,7 @@ def test_adam(step, decoupled, kind):
     tensors = adam_tensors(kind)
     numbers = ieee_adam.adam_numbers(step, 1e-3, (0.9, 0.95), 1e-8, 0.1)
     expected = adam(tensors, numbers, decoupled)
-    ieee_adam.adam_step(*([tensor] for tensor in tensors), numbers, decoupled)
+    ieee_adam.adam_step(*tensors, numbers, decoupled)
     for result, reference in zip((tensors[0], *tensors[2:]), expected, strict=True):
         assert same_bits(result, reference)
 
@@ -244,7 +244,7 @@ def test_adam_is_adam_and_no_fma():
     tensors = adam_tensors("normal")
     mine = [tensor.clone() for tensor in tensors]
     numbers = ieee_adam.adam_numbers(7, 1e-3, (0.9, 0.95), 1e-8, 0.1)
-    ieee_adam.adam_step(*([tensor] for tensor in mine), numbers)
+    ieee_adam.adam_step(*mine, numbers)
     fused = adam(tensors, numbers, True, lambda x, y, z: fma(x, y, z))
     assert not same_bits(mine[2], fused[1])
     p, g, m, v = (tensor.double() for tensor in tensors)
@@ -264,9 +264,9 @@ def test_adams_numbers():
 
 @pytest.mark.parametrize("wrong", (torch.zeros(4, 4).t(), torch.zeros(4, 4, dtype=torch.bfloat16)), ids=("t", "bf16"))
 def test_adam_refuses_what_it_cannot_step(wrong):
-    others = [[torch.zeros(4, 4)] for _ in range(3)]
+    others = [torch.zeros(4, 4) for _ in range(3)]
     with pytest.raises(ValueError, match="must be fp32 and contiguous"):
-        ieee_adam.adam_step([wrong], *others, ieee_adam.adam_numbers(1, 0.1, (0.9, 0.9), 1e-8, 0.0))
+        ieee_adam.adam_step(wrong, *others, ieee_adam.adam_numbers(1, 0.1, (0.9, 0.9), 1e-8, 0.0))
 
 
 # --- threads ---
@@ -287,7 +287,7 @@ def everything():
     total = ieee_cross_entropy.sum_of_exponentials(rows, highest, 4)
     yield from (total, ieee_cross_entropy.softmax_gradient(rows, index, highest, total[0], total[1], 4))
     tensors = adam_tensors("normal", 2 * SMALL)
-    ieee_adam.adam_step(*([tensor] for tensor in tensors), ieee_adam.adam_numbers(2, 1e-3, (0.9, 0.95), 1e-8, 0.1))
+    ieee_adam.adam_step(*tensors, ieee_adam.adam_numbers(2, 1e-3, (0.9, 0.95), 1e-8, 0.1))
     yield from tensors
 
 

@@ -9,14 +9,13 @@ Both compute rows of `out` as cuBLAS's columns, so b is its first operand. numer
 checks are kept; the operands here are those of fp8_probe.py.
 """
 
-import importlib.util
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.gemm.quantize import BLOCK, E4M3, Quantized
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.gemm import cublas
 from tp_invariant_recipes.numerics.gemm.operands import like
 from tp_invariant_recipes.numerics.gemm.probe import DRAWS
@@ -59,7 +58,7 @@ def suits(a: Quantized, b: Quantized, out: Tensor, add: bool) -> bool:
         return False
     if not by_transformer_engine(a, b, add):
         return True
-    return out.is_contiguous() and _installed()
+    return out.is_contiguous() and installed("transformer-engine") is not None
 
 
 def by_transformer_engine(a: Quantized, b: Quantized, add: bool) -> bool:
@@ -109,11 +108,6 @@ def _storage(x: Quantized) -> Any:
     if x.blocks == "tensor":
         return Float8TensorStorage(data=data, fp8_scale_inv=x.scale.view(1), fp8_dtype=dtype)
     return Float8BlockwiseQTensorStorage(data, _scale(x), None, None, dtype, None, x.blocks == "128x128")
-
-
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def agree(

@@ -55,6 +55,6 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Split =
         cpu.gemm(a, b, rows, columns, out)
     else:
         out.copy_(cpu.gemm(a, b, rows, columns))
-    if taking is not None:
-        taking.end()
+    for started in taking:
+        started.end()
     return out

@@ -192,26 +192,17 @@ def begin_chain(
     return started
 
 
-def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Split, columns: Split, add: bool) -> "_Shards | None":
-    """Return a library's GEMM a @ b → out of shards. None: it is not chosen; of a chosen one a shard is drawn."""
+def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Split, columns: Split, add: bool) -> list[_Started]:
+    """Return a library's GEMM a @ b → out of a drawn shard; nothing: it is not chosen."""
     if _sampler is None or not (a.shape[0] and b.shape[1] and _sampler.wants(a)):
-        return None
+        return []
     a, b, out = a.detach(), b.detach(), out.detach()
     shards = [(a, b, out)]
     if rows != 1:
         shards = [(x, b, y) for x, y in zip(parts_of(a, rows, 0), parts_of(out, rows, 0), strict=True)]
     elif columns != 1:
         shards = [(a, x, y) for x, y in zip(parts_of(b, columns, 1), parts_of(out, columns, 1), strict=True)]
-    return _Shards([_Started(LIBRARY, *shard, add, (a.shape[1],)) for shard in _sampler.drawn(shards)])
-
-
-class _Shards(list[_Started]):
-    """Chosen shards of a GEMM before it computes."""
-
-    def end(self) -> None:
-        """Take the samples."""
-        for started in self:
-            started.end()
+    return [_Started(LIBRARY, *shard, add, (a.shape[1],)) for shard in _sampler.drawn(shards)]
 
 
 def take_partials(a: Tensor, b: Tensor, nodes: Tensor, shards: int, segments: tuple[int, ...]) -> None:

@@ -70,6 +70,14 @@ class OnMesh:
         return self._tp_group if hasattr(self, "_tp_group") else self.tp_group  # type: ignore[attr-defined]
 
 
+class MixerOnMesh(OnMesh):
+    """What stands in attention's place, with several process groups."""
+
+    def mesh_group(self) -> Any:
+        """Its tensor-parallel one."""
+        return self.pg_collection.tp  # type: ignore[attr-defined]
+
+
 class WithGemms:
     """A layer with products."""
 

@@ -117,16 +117,13 @@ def counters(
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-    once, each = _adds_once(config), get_num_microbatches() // of_rank
+    # A backward pass adds to each number of a gradient once: one sequence, one use of each weight.
+    once = not (getattr(config, "mtp_num_layers", None) or getattr(config, "packed_sequences", False))
+    each = get_num_microbatches() // of_rank
     turns = sums.turns if config.num_moe_experts else 1
     dense = ShardCounter(of_rank, each, of_dense, turns=turns, once=once)
     once = once and len(sums.chain) == 1
     return dense, ShardCounter(of_rank // turns, turns * each, of_experts, once=once)
-
-
-def _adds_once(config: Any) -> bool:
-    """Whether a backward pass adds to each number of a gradient once: one sequence, one use of each weight."""
-    return not (getattr(config, "mtp_num_layers", None) or getattr(config, "packed_sequences", False))
 
 
 def _buffers(model: Any) -> list[Any]:
@@ -202,30 +199,19 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def forward_step_calc_loss(
-        model: Any,
-        output: Any,
-        loss_func: Any,
-        config: Any,
-        vp_stage: Any,
-        collect: Any,
-        num: int,
-        *rest: Any,
-        **more: Any,
-    ) -> Any:
+        model: Any, output: Any, loss_func: Any, config: Any, vp_stage: Any, collect: Any, num: int, store: Any,
+        cp_group_size: int | None = None, is_last_stage: bool | None = None,
+    ) -> Any:  # fmt: skip
         from megatron.core import parallel_state
 
-        ranks = parallel_state.get_data_parallel_world_size()
+        if cp_group_size is None and is_last_stage is None:  # the combined schedule leaves both to this function
+            cp_group_size, is_last_stage = 1, parallel_state.is_pipeline_last_stage(False, vp_stage)
+        num *= parallel_state.get_data_parallel_world_size()
         # A load-balancing loss is that of all ranks' tokens too: not to be multiplied by cp.
-        if len(rest) == 1 and not more:  # the combined schedule leaves it to this function to find both
-            more = {"cp_group_size": 1, "is_last_stage": parallel_state.is_pipeline_last_stage(False, vp_stage)}
-        rest, more = (rest[0], rest[1] and 1, *rest[2:]) if len(rest) > 1 else rest, _of_single_rank(more)
-        return original(model, output, loss_func, config, vp_stage, collect, num * ranks, *rest, **more)
+        alone = cp_group_size and 1
+        return original(model, output, loss_func, config, vp_stage, collect, num, store, alone, is_last_stage)
 
     return forward_step_calc_loss
-
-
-def _of_single_rank(more: dict[str, Any]) -> dict[str, Any]:
-    return more | {"cp_group_size": 1} if more.get("cp_group_size") else more
 
 
 def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:

@@ -188,7 +188,8 @@ def _problem(rule: InitRule, parameter: Tensor, size: int) -> str:
     """Return why a parameter cannot be set; "": it can. size: tensor-parallel ranks."""
     if parameter.is_meta:
         return "has no memory yet; set model.init_model_with_meta_device=false"
-    if _is_drawn(rule) and size > 1 and not (rule.whole or rule.unmarked or _is_split(parameter, rule.dim)):
+    split = getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_dim", -1) == rule.dim
+    if _is_drawn(rule) and size > 1 and not (rule.whole or rule.unmarked or split):
         return f"not split over tensor-parallel ranks along dimension {rule.dim}"
     return ""
 
@@ -263,10 +264,6 @@ def _expert_numbered(name: str, config: Any) -> str:
     return f"{match[1]}{number}.{match[3] or match[4] + match[5]}"
 
 
-def _is_split(parameter: Tensor, dim: int) -> bool:
-    return getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_dim", -1) == dim
-
-
 def place(
     local: Sequence[int], dim: int, rank: int, size: int, segments: int | Sequence[int] = 1
 ) -> tuple[list[int], list[list[tuple[int, int]]]]:
@@ -318,7 +315,8 @@ def sample(
     chunk = CUDA_CHUNK if device.type == "cuda" or compiled else CHUNK
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, segments in zip(shape_global[:-1], index_ranges[:-1], strict=True):
-        rows = (rows[:, None] * size + _indices(segments, device)).reshape(-1)
+        indices = torch.cat([torch.arange(start, stop, device=device) for start, stop in segments])
+        rows = (rows[:, None] * size + indices).reshape(-1)
     out = torch.empty(len(rows), sizes[-1], dtype=dtype, device=device)
     at = 0
     for start, stop in index_ranges[-1]:
@@ -347,10 +345,6 @@ def _refuse_bad_part(shape_global: Sequence[int], index_ranges: Sequence[Segment
             raise ValueError(f"{name}: ranges {list(segments)} are not within 0..{size}")
     if math.prod(shape_global[:-1]) > WORD or shape_global[-1] > WORD:
         raise ValueError(f"{name}: {tuple(shape_global)} is too large to number")
-
-
-def _indices(segments: Segments, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in segments])
 
 
 def _bits(rows: Tensor, first: int, last: int, *, seed: int, name: str) -> Tensor:

@@ -188,7 +188,8 @@ def _as_megatron_means(
     groups = [grad.device_mesh.get_group() if isinstance(grad, DTensor) else None for grad in grads]
     if any(group != groups[0] for group in groups):
         raise ConfigError("gradients of several data-parallel groups, or only some of them DTensors, cannot be summed")
-    return [_local(grad) for grad in grads], [*[group for group in groups[:1] if group is not None], group]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return local, [*[group for group in groups[:1] if group is not None], group]
 
 
 @torch.no_grad()
@@ -282,7 +283,3 @@ def _device(grads: Sequence[Tensor], groups: Sequence[Any]) -> torch.device:
     if any("nccl" in dist.get_backend_config(group) for group in groups):
         return torch.device("cuda", torch.cuda.current_device())
     return grads[0].device if grads and not groups else torch.device("cpu")
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

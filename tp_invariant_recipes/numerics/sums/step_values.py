@@ -49,13 +49,6 @@ def data_mesh(shards: int) -> VirtualMesh:
     return VirtualMesh.from_group(shards, parallel_state.get_data_parallel_group())
 
 
-def context_mesh(shards: int) -> VirtualMesh:
-    """C shards on this model's context-parallel ranks."""
-    from megatron.core import parallel_state
-
-    return VirtualMesh.from_group(shards, parallel_state.get_context_parallel_group())
-
-
 def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> Callable[..., Any]:
     """Return a replacement for the get_forward_backward_func of Bridge's train() and evaluate(), which add up what each
     micro-batch gives. It returns one entry instead of one a micro-batch: {name: [2] fp32: a sum and its tokens}.
@@ -75,9 +68,12 @@ def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> C
 
 
 def _summed(losses: Sequence[dict[str, Tensor]], shards: int, contexts: int) -> dict[str, Tensor]:
-    data = data_mesh(shards)
-    meshes = [data, *([context_mesh(contexts)] if contexts > 1 else [])]
-    shape = (-1, 2) if contexts > 1 else (-1,)
+    from megatron.core import parallel_state
+
+    meshes, shape = [data := data_mesh(shards)], [-1]
+    if contexts > 1:
+        meshes.append(VirtualMesh.from_group(contexts, parallel_state.get_context_parallel_group()))
+        shape = [-1, 2]
     return {
         name: summed(_of_sequences([values[name] for values in losses], data.local), data)
         if value.dim() == 2  # of packed rows

@@ -12,7 +12,6 @@ c1 = 1 - beta1^step and c2 = 1 - beta2^step in fp64, the power by repeated squar
 All numbers of a step are rounded to fp32 before it.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -64,31 +63,20 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def adam_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    numbers: AdamNumbers,
-    decoupled: bool = True,
-) -> None:
-    """One step of Adam, in place: of each parameter its gradient and moments, fp32, contiguous, of one shape.
+def adam_step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: AdamNumbers, decoupled: bool = True) -> None:
+    """One step of Adam, in place: a parameter, its gradient and moments, fp32, contiguous, of one shape.
 
     decoupled: whether weight decay is AdamW's.
     raises ValueError: a tensor is not fp32 or not contiguous.
     """
-    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        if any(tensor.dtype.itemsize != 4 or not tensor.is_contiguous() for tensor in tensors):
-            raise ValueError("Adam's tensors must be fp32 and contiguous")
-        if tensors[0].is_cuda:
-            step_triton(*tensors, numbers, decoupled)
-        else:
-            arrays = tuple(as_array(tensor).reshape(-1) for tensor in tensors)
-            by_rows(_step_loop, arrays, _fp32(numbers), decoupled, work=tensors[0].numel())
-
-
-def _fp32(numbers: AdamNumbers) -> tuple[np.float32, ...]:
-    return tuple(np.float32(number) for number in numbers)
+    tensors = (p, g, m, v)
+    if any(tensor.dtype.itemsize != 4 or not tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("Adam's tensors must be fp32 and contiguous")
+    if p.is_cuda:
+        step_triton(*tensors, numbers, decoupled)
+    else:
+        arrays = tuple(as_array(tensor).reshape(-1) for tensor in tensors)
+        by_rows(_step_loop, arrays, tuple(map(np.float32, numbers)), decoupled, work=p.numel())
 
 
 @elementwise

@@ -65,12 +65,6 @@ def function_triton(x: Tensor, out: Tensor, kind: int) -> None:
         SAMPLES.launch((triton.cdiv(x.numel(), SAMPLE_BLOCK), 1), (x, out), (x.numel(),), (kind, SAMPLE_BLOCK))
 
 
-def values_triton(x: Tensor, out: Tensor) -> None:
-    """As `values`, by launches. out: [5, n]."""
-    for kind in range(len(FUNCTIONS)):
-        function_triton(x, out[kind], kind)
-
-
 @triton.jit(do_not_specialize=["size"])
 def _ieee_samples(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -444,7 +444,7 @@ def test_a_layout_that_cublas_does_not_take_is_none():
 
 
 def test_what_cublas_takes(monkeypatch):
-    monkeypatch.setattr(fp8_cublas, "_installed", lambda: True)
+    monkeypatch.setattr(fp8_cublas, "installed", lambda distribution: "2.0")
 
     def suits(kind, m, n, k, types=TYPES[0], dtype=FP32, add=False):
         a, b = operands(kind, m, n, k, types)
@@ -457,7 +457,7 @@ def test_what_cublas_takes(monkeypatch):
     assert not suits("1x128", 17, 32, 256)
     assert not suits("1x128", 16, 32, 160)
     assert suits("1x128", 16, 32, 256, TYPES[1])
-    monkeypatch.setattr(fp8_cublas, "_installed", lambda: False)
+    monkeypatch.setattr(fp8_cublas, "installed", lambda distribution: None)
     assert suits("1x128", 16, 32, 256)
     assert not suits("1x128", 16, 32, 256, TYPES[1])
     assert suits("tensor", 16, 32, 256, TYPES[1])

@@ -229,13 +229,14 @@ def test_a_ranks_sums_are_added_as_neighbours_of_a_tree():
     assert bucket.grad_data.item() == 1.0
 
 
-@pytest.mark.parametrize("contexts, wanted", ((2, 1), (None, None)))
-@pytest.mark.parametrize("last", ((), (True,)))
-def test_a_loss_is_divided_by_all_ranks_and_not_multiplied_by_those_of_a_context(monkeypatch, contexts, wanted, last):
+@pytest.mark.parametrize(
+    "given, wanted", (((2, True), (1, True)), ((None, False), (None, False)), ((), (1, "last of e")))
+)
+def test_a_loss_is_divided_by_all_ranks_and_not_multiplied_by_those_of_a_context(monkeypatch, given, wanted):
     from megatron.core import parallel_state
 
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 3)
-    divided = data_parallel.divided_by_all_ranks(lambda *args, **more: (args, more))
+    monkeypatch.setattr(parallel_state, "is_pipeline_last_stage", lambda ignored, stage: f"last of {stage}")
+    divided = data_parallel.divided_by_all_ranks(lambda *args: args)
     store: list = []  # of losses, which the micro-batch is added to
-    assert divided(*"abcdef", 5, store, contexts, *last) == ((*"abcdef", 15, store, wanted, *last), {})
-    assert divided(*"abcdef", 5, store, cp_group_size=contexts) == ((*"abcdef", 15, store), {"cp_group_size": wanted})
+    assert divided(*"abcdef", 5, store, *given) == (*"abcdef", 15, store, *wanted)

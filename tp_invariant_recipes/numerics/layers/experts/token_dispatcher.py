@@ -27,6 +27,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.gemm.grouped_gemm import Groups
 from tp_invariant_recipes.kernels.row_sums import row_sum
+from tp_invariant_recipes.numerics.gemm.cublas import capturing
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import ExpertHosts
 from tp_invariant_recipes.numerics.sums.data_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -136,7 +137,7 @@ def route(
         everyone = counts.new_empty(owners.size * counts.numel())
         dist.all_gather_into_tensor(everyone, counts.view(-1), group=owners.group)
     everyone = everyone.view(owners.size, owners.size, owners.each, owners.parts)
-    captured = _in_a_graph(routing_map)
+    captured = capturing(routing_map)  # a graph's replays have other numbers of slots
     known: list[list[list[list[int]]]] = [] if captured else everyone.tolist()  # [from][to][expert][part]
     slots = [[sum(map(sum, to)) for to in row] for row in known]  # [from][to]
     if captured:
@@ -166,11 +167,6 @@ def route(
         rows = _with_empty(mine.sum(2), most) if captured else mine.sum(2)
         arriving, arrived = _regrouped(rows, total), _regrouped(rows.t(), total)
     return Route(routing_map, slot, copies, token, place, send, receive, arriving, arrived, batches)
-
-
-def _in_a_graph(routing_map: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, whose replays have other numbers of slots."""
-    return routing_map.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _slots(by_owner: Tensor, sizes: list[int], captured: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ Megatron-Core's own layer needs flash-linear-attention; this one has kernels of 
 
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from tp_invariant_recipes.kernels.delta_rule import Heads
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.delta_net import gated, gated_delta_rule
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, joined_shards
-from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.megatron.base import MixerOnMesh
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_by_itself
 from tp_invariant_recipes.replacement import Replacement, applied
 
@@ -50,7 +49,7 @@ def mark_sections(net: Any) -> None:
     net.conv1d.weight.partition_sizes = [net.qk_dim_local_tp, net.qk_dim_local_tp, net.v_dim_local_tp]
 
 
-class InvariantGatedDeltaNet(GatedDeltaNet):
+class InvariantGatedDeltaNet(MixerOnMesh, GatedDeltaNet):
     """A gated delta net for training, with the parameters, names and checkpoints of GatedDeltaNet."""
 
     # What Bridge asks of a module whose class it does not know: that is how A_log and dt_bias are split.
@@ -81,11 +80,6 @@ class InvariantGatedDeltaNet(GatedDeltaNet):
         ]
         if problems:
             raise ConfigError("no invariant gated delta net: " + "; ".join(problems))
-
-    @cached_property
-    def mesh(self) -> VirtualMesh:
-        """The virtual mesh, built when the layer first runs."""
-        return VirtualMesh.from_group(self.config.virtual_shards, self.pg_collection.tp)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *_: Any, packed_seq_params: Any = None, **__: Any

@@ -10,7 +10,6 @@ parameters are sharded and every rank has all tokens, so their gradients need no
 """
 
 import math
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.normal_quantile import horner
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, chunk_scan, group_norm, joined_shards
+from tp_invariant_recipes.numerics.megatron.base import MixerOnMesh
 from tp_invariant_recipes.numerics.megatron.init import _log
-from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_by_itself
 
 STEPS = (0.001, 0.1)  # range of dt, whose logarithm is uniform
@@ -63,7 +62,7 @@ def _exp(x: Tensor) -> Tensor:
     return horner(r, [1.0 / math.factorial(n) for n in range(16)]) * powers[(-k).to(torch.int64)]
 
 
-class InvariantMambaMixer(MambaMixer):
+class InvariantMambaMixer(MixerOnMesh, MambaMixer):
     """A Mamba-2 mixer for training, with the parameters, names and checkpoints of MambaMixer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -90,11 +89,6 @@ class InvariantMambaMixer(MambaMixer):
         ]
         if problems:
             raise ConfigError("no invariant Mamba layer: " + "; ".join(problems))
-
-    @cached_property
-    def mesh(self) -> VirtualMesh:
-        """The virtual mesh, built when the mixer first runs."""
-        return VirtualMesh.from_group(self.config.virtual_shards, self.pg_collection.tp)
 
     def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:
         """in_proj's output → out_proj's input: [s, b, (z | x | B | C | dt)/t] → [s, b, d_inner/t]."""
