@@ -18,7 +18,6 @@ from tests.operands import same_bits
 from tp_invariant_recipes.numerics.sums import bucket_reduction, symmetric_memory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import (
-    Reducing,
     all_gather,
     reduce_scatter_by_slices,
     start_all_gather,
@@ -52,7 +51,7 @@ def through_memory(nodes, dtype, by_slices=False):
 
 
 def by_nccl(nodes, dtype):
-    return Reducing(start_all_to_all(tree_sum(nodes), mesh())).finished(dtype)
+    return start_all_to_all(tree_sum(nodes), mesh()).finished(dtype)
 
 
 def sums():
@@ -65,7 +64,7 @@ def sums():
                 assert same_bits(through_memory(x, dtype, by_slices), expected), (dtype, nodes, by_slices)
     first, second = partials(1), partials(2)
     started = [start_reduce_scatter(x, mesh()) for x in (first, second)]
-    assert [type(each).__name__ for each in started] == ["PeerSum", "Reducing"]
+    assert [type(each).__name__ for each in started] == ["PeerSum", "Moving"]
     results = [each.finished(torch.bfloat16) for each in started]
     assert same_bits(results[0], by_nccl(first, torch.bfloat16))
     assert same_bits(results[1], by_nccl(second, torch.bfloat16))

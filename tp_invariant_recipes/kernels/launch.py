@@ -89,22 +89,17 @@ class Kernel:
         for address in addresses:
             aligned |= address
         if compiled is None or aligned % 16 or max(numbers, default=0) >= _FITS:
-            options = self.options | {"num_warps": num_warps, "num_stages": num_stages}
-            self._as_triton_does(grid, (*tensors, *numbers, *constants), options, None if aligned % 16 else key)
+            arguments = (*tensors, *numbers, *constants)
+            if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
+                self.kernel[grid](*arguments)
+                return
+            made = self.kernel[grid](*arguments, **self.options, num_warps=num_warps, num_stages=num_stages)
+            if not aligned % 16 and all(n < _FITS for n in arguments if isinstance(n, int)):
+                self._compiled[key] = _entry(made)
             return
         entry, fixed = compiled
         stream = torch._C._cuda_getCurrentRawStream(device)
         entry(*grid, 1, stream, *fixed, *addresses, *numbers, *constants)
-
-    def _as_triton_does(
-        self, grid: tuple[int, int], arguments: tuple[Any, ...], options: dict[str, Any], key: tuple[Any, ...] | None
-    ) -> None:
-        if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
-            self.kernel[grid](*arguments)
-            return
-        compiled = self.kernel[grid](*arguments, **options)
-        if key is not None and all(n < _FITS for n in arguments if isinstance(n, int)):
-            self._compiled[key] = _entry(compiled)
 
 
 def alignment(size: int) -> int:

@@ -21,7 +21,7 @@ from tp_invariant_recipes.numerics.gemm.operands import every_part
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
-def gemm(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Tensor:
+def gemm(a: Quantized, b: Quantized, out: Tensor, add: bool = False) -> Tensor:
     """out = a @ b^T, the fp32 output of the definition rounded once to out's dtype; or out += it, one IEEE addition.
 
     a, b:    [m, k] and [n, k]: tensor by tensor, 1x128 by 1x128 or 1x128 by 128x128; at most one of them e5m2.

@@ -30,7 +30,7 @@ from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.layers.norm import Norm, check_rows
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerSum
-from tp_invariant_recipes.numerics.sums.tree import Reducing, all_gather, start_reduce_scatter
+from tp_invariant_recipes.numerics.sums.tree import Moving, all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, main_grad_of
 
 
@@ -295,7 +295,7 @@ def _kept_rows(weight: Any, total: Tensor) -> Tensor:
     return added_to_main_grad(weight)
 
 
-def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh, gemm: Any) -> Reducing | PeerSum:
+def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh, gemm: Any) -> Moving | PeerSum:
     """grad: [tokens/t, n]; rows: [tokens/t, k]. Its result is slice `rank` of the flat sum, [1, n · k / t] in fp32."""
     count = mesh.local_chunks
     node = _subtree(grad.chunk(count), rows.chunk(count), 0, count, gemm)

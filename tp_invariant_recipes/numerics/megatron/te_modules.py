@@ -19,7 +19,7 @@ This module imports no Transformer Engine: what it replaces is a method of an ob
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from inspect import Signature, signature
 from typing import Any
@@ -94,11 +94,11 @@ def replacements(shards: int, refuse: Refuse) -> tuple[Replacement, ...]:
     for kind in (LINEAR, NORM_LINEAR):
         why = "sums over ranks depend on tp"
         rows += [
-            Replacement(f"{TE}:{kind}.__init__", _checked(kind, shards, refuse), why),
-            Replacement(f"{TE}:{kind}.forward", _forward(kind, shards, refuse), why),
+            Replacement(f"{TE}:{kind}.__init__", partial(_checked, kind, shards, refuse), why),
+            Replacement(f"{TE}:{kind}.forward", partial(_forward, kind, shards, refuse), why),
         ]
     rows += [
-        Replacement(f"{target}.__init__", _refused(target, own, refuse), "it has no invariant version")
+        Replacement(f"{target}.__init__", partial(_refused, target, own, refuse), "it has no invariant version")
         for target, own in OTHERS.items()
     ]
     return tuple(rows)
@@ -129,7 +129,8 @@ def _split_problems(kind: str, given: dict[str, Any], shards: int) -> Iterator[s
     if given["tp_group"] is not None:
         tp = given["tp_group"].size()
     if mode not in MODES[kind]:
-        yield f"parallel_mode={mode}: {kind} is covered with parallel_mode={_words(MODES[kind])} only"
+        covered = " or ".join(map(str, MODES[kind]))
+        yield f"parallel_mode={mode}: {kind} is covered with parallel_mode={covered} only"
     if mode is None and given["sequence_parallel"] and tp > 1:
         yield "sequence_parallel=True without parallel_mode: each rank would sum its own tokens"
     if shards % tp:
@@ -138,10 +139,6 @@ def _split_problems(kind: str, given: dict[str, Any], shards: int) -> Iterator[s
         yield from _not_divided(_split_sizes(given), shards)
     if mode == "row" and given["in_features"] % shards:
         yield f"in_features={given['in_features']}: {shards} virtual shards (TPI_SHARDS) do not divide it"
-
-
-def _words(values: tuple[Any, ...]) -> str:
-    return " or ".join(map(str, values))
 
 
 def _split_sizes(given: dict[str, Any]) -> list[int]:
@@ -162,59 +159,50 @@ def _fp8() -> bool:
     return bool(manager.with_fp8_parameters() or manager.is_fp8_enabled())
 
 
-def _checked(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        parameters = signature(original)
+def _checked(kind: str, shards: int, refuse: Refuse, original: Any) -> Any:
+    parameters = signature(original)
 
-        @wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if not isinstance(self, ColumnForward | RowForward):
-                call = parameters.bind(self, *args, **kwargs)
-                call.apply_defaults()
-                problems = built_problems(kind, call.arguments, parameters, shards)
-                if _fp8():
-                    problems.append("FP8: sums over ranks are defined for bfloat16 and float32 only; build it outside")
-                refuse([f"transformer_engine {kind}: {problem}" for problem in problems])
-            original(self, *args, **kwargs)
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self, ColumnForward | RowForward):
+            call = parameters.bind(self, *args, **kwargs)
+            call.apply_defaults()
+            problems = built_problems(kind, call.arguments, parameters, shards)
+            if _fp8():
+                problems.append("FP8: sums over ranks are defined for bfloat16 and float32 only; build it outside")
+            refuse([f"transformer_engine {kind}: {problem}" for problem in problems])
+        original(self, *args, **kwargs)
 
-        return __init__
-
-    return make
+    return __init__
 
 
-def _refused(target: str, own: str | None, refuse: Refuse) -> Callable[[Any], Any]:
+def _refused(target: str, own: str | None, refuse: Refuse, original: Any) -> Any:
     name = target.partition(":")[2]
 
-    def make(original: Any) -> Any:
-        @wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if own is None or own not in [base.__name__ for base in type(self).__mro__]:
-                refuse([f"transformer_engine {name} has no invariant version; only {LINEAR} and {NORM_LINEAR} have"])
-            original(self, *args, **kwargs)
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if own is None or own not in [base.__name__ for base in type(self).__mro__]:
+            refuse([f"transformer_engine {name} has no invariant version; only {LINEAR} and {NORM_LINEAR} have"])
+        original(self, *args, **kwargs)
 
-        return __init__
-
-    return make
+    return __init__
 
 
-def _forward(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        parameters = signature(original)
+def _forward(kind: str, shards: int, refuse: Refuse, original: Any) -> Any:
+    parameters = signature(original)
 
-        @wraps(original)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            call = parameters.bind(self, *args, **kwargs)
-            weights = [getattr(self, name) for name in self.weight_names]
-            problems = _run_problems(self, call.arguments, weights, shards)
-            sums_nothing = self.parallel_mode is None and kind == LINEAR
-            if sums_nothing and (problems or self.in_features % shards):
-                return original(self, *args, **kwargs)
-            refuse([f"transformer_engine {kind}: {problem}" for problem in problems])
-            return _computed(self, kind, call.arguments["inp"], weights, shards)
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = parameters.bind(self, *args, **kwargs)
+        weights = [getattr(self, name) for name in self.weight_names]
+        problems = _run_problems(self, call.arguments, weights, shards)
+        sums_nothing = self.parallel_mode is None and kind == LINEAR
+        if sums_nothing and (problems or self.in_features % shards):
+            return original(self, *args, **kwargs)
+        refuse([f"transformer_engine {kind}: {problem}" for problem in problems])
+        return _computed(self, kind, call.arguments["inp"], weights, shards)
 
-        return forward
-
-    return make
+    return forward
 
 
 def _computed(module: Any, kind: str, x: Tensor, weights: list[Tensor], shards: int) -> Any:

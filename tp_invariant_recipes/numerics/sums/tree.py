@@ -37,16 +37,9 @@ class Moving:
         self.works = ()
         return self.buffer
 
-
-@dataclass
-class Reducing:
-    """A started reduce-scatter: the other ranks' nodes for this rank's slice are still arriving."""
-
-    nodes: Moving
-
     def finished(self, dtype: torch.dtype) -> Tensor:
-        """[tokens/t, features] of `dtype`."""
-        return tree_sum(self.nodes.arrived(), dtype)
+        """Return the tree sum of the nodes that arrive for this rank's slice, [tokens/t, features] of `dtype`."""
+        return tree_sum(self.arrived(), dtype)
 
 
 def tree_sum(partials: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -95,7 +88,7 @@ def reduce_scatter_by_slices(
     return started
 
 
-def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing | PeerSum:
+def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Moving | PeerSum:
     """Start the sum of all ranks' V partials in tree order; each rank keeps its slice of the tokens.
 
     partials: [n, tokens, features] fp32, contiguous: the sums of this rank's V/t shards, as n = 1 to V/t nodes of the
@@ -103,14 +96,14 @@ def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing | Peer
     returns:  a sum whose result is [tokens/t, features]: slice `rank` of the whole sum.
     """
     if mesh.size == 1:
-        return Reducing(Moving(partials))
+        return Moving(partials)
     node = tree_sum(partials)
     peers = peers_of(mesh.group, node, node.numel() // mesh.size * 4)
     if peers is not None and (started := peers.begin_sum(node.shape)) is not None:
         for peer in peers.order():
             started.send(peer, node[started.rows(peer)])
         return started
-    return Reducing(start_all_to_all(node, mesh))
+    return start_all_to_all(node, mesh)
 
 
 def start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:

@@ -263,7 +263,7 @@ class Fp8:
         """As Plain's. dy: [n, tokens]; x: [k, tokens]."""
         size = dy.data.shape[1] // mesh.contexts
         starts = range(0, dy.data.shape[1], size)
-        parts = [partial(_added, dy.along_k(n, size), x.along_k(n, size)) for n in starts]
+        parts = [partial(fp8.gemm, dy.along_k(n, size), x.along_k(n, size)) for n in starts]
         return weight_gradient(weight, *parts, waits=waits)
 
     def multiply_groups(
@@ -298,10 +298,6 @@ class Fp8:
     def _both(self, x: Tensor, dtype: torch.dtype) -> quantize.Pair:
         """`_rows`, and x^T [k, m] as an operand of a sum over tokens."""
         return quantize.along_both(x, dtype) if self.blockwise else quantize.of_tensor_both_ways(x, dtype, self.group)
-
-
-def _added(a: Quantized, b: Quantized, out: Tensor, add: bool) -> Tensor:
-    return fp8.gemm(a, b, out, add=add)
 
 
 def _spread(x: Tensor, groups: Groups, filled: Groups) -> Tensor:

@@ -36,7 +36,6 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.symmetric_memory import PeerSum
 from tp_invariant_recipes.numerics.sums.tree import (
     Moving,
-    Reducing,
     all_gather,
     reduce_scatter_by_slices,
     start_all_gather,
@@ -75,7 +74,7 @@ class Contraction(Protocol):
 class Reduced:
     """A contraction by nodes of the tree. scatters: its result is divided by tokens."""
 
-    sum: Reducing | PeerSum
+    sum: Moving | PeerSum
     mesh: VirtualMesh
     scatters: bool
 
@@ -221,7 +220,7 @@ def require_single_sequence(x: Tensor) -> None:
 def start_contraction(
     a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Split, products: Gemms, by_slices: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> Reducing | PeerSum:  # fmt: skip
+) -> Moving | PeerSum:  # fmt: skip
     """Start a @ b with the summed dimension divided among the ranks.
 
     a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k. by_slices: nothing else hides how long
