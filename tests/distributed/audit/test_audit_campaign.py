@@ -2,6 +2,8 @@
 """`tpi audit --all`: what a refusal leaves, what a cell becomes, and in which order."""
 
 import json
+import os
+import signal
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -9,7 +11,7 @@ from unittest import mock
 import pytest
 
 from tests.distributed import audit_bugs
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, Interrupted
 from tp_invariant_recipes.features.audit import campaign, configurations
 from tp_invariant_recipes.features.audit.configurations import Configurations
 from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, AuditRun
@@ -141,6 +143,22 @@ def test_a_fault_is_shrunk_and_detected_once(here, monkeypatch):
     assert [finding.settings for finding in result.findings] == [("tp=2", LOSS)]
     assert len({*answers.settings}) == len(answers.settings)
     assert (result.pending, result.exit_status) == (0, 1)
+
+
+def interrupted() -> None:
+    raise Interrupted
+
+
+@pytest.mark.parametrize("stop", (interrupted, lambda: os.kill(os.getpid(), signal.SIGTERM)), ids=("Ctrl-C", "SIGTERM"))
+def test_a_stop_keeps_what_was_done_and_names_the_command_that_goes_on(here, monkeypatch, stop):
+    """SIGTERM between two trainings; in one the launcher takes it."""
+    monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())
+    answers = Answers(lambda cell: True if len(answers.settings) < 3 else stop())
+    monkeypatch.setattr(campaign, "audited", answers)
+    where, state = campaign.new("qwen3_toy", ["device=cpu"], here / "audits")
+    with pytest.raises(Interrupted, match=f"stopped after 2 audits; tpi audit --resume {where.path}"):
+        campaign.execute(where, state, lambda *_: None, resume=False)
+    assert len(campaign.resumed(where.path)[1].trials) == 2
 
 
 @pytest.mark.parametrize("known", (None, "a known fault"))
