@@ -35,6 +35,8 @@ LIMIT = 4 * reading.MIB
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "null": types.NoneType}
 _NAMES = {type_: name for name, type_ in PLAIN.items()}
 _TEXT = "="  # before each text that a Literal allows
+_BASE = ""  # in place of a field: the class of the table that a class derives from, whose fields it has, too
+
 
 type _Row = dict[str, list[str] | None]
 
@@ -59,10 +61,12 @@ def _parsed(file: Path, changed: int) -> tuple[dict[str, str], Hints]:
     """Return the sources and the classes of a file. changed: its time, so that a new one is read anew.
 
     sources: "package/file" -> SHA-256 of its bytes.
-    classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it.
+    classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it. Of a class derived
+             from one above it, only what that one lacks or has otherwise.
     """
     table = reading.parse_json(reading.read_limited(file, LIMIT))
-    return dict(table["sources"]), {path: hints(fields) for path, fields in table["classes"].items()}
+    classes = {path: _whole(row, table["classes"]) for path, row in table["classes"].items()}
+    return dict(table["sources"]), {path: hints(fields) for path, fields in classes.items()}
 
 
 def row(fields: Fields) -> _Row:
@@ -75,13 +79,23 @@ def hints(row: _Row) -> Fields:
     return {name: names and _hint(names) for name, names in row.items()}
 
 
+def _whole(row: _Row, classes: Mapping[str, _Row]) -> _Row:
+    """Return a row of the file with the fields of its base."""
+    (base,) = row.get(_BASE) or [""]
+    own = {name: names for name, names in row.items() if name != _BASE}
+    return classes[base.removeprefix(_TEXT)] | own if base else own
+
+
 def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
     """Make the file. classes: dotted path -> the class and its fields. Raises OSError."""
     sources = {source for cls, _ in classes.values() for source in _sources(cls)}
-    table = {
-        "sources": {source: _digest(source) for source in sorted(sources)},
-        "classes": {path: row(fields) for path, (_, fields) in classes.items()},
-    }
+    rows = {path: row(fields) for path, (_, fields) in classes.items()}
+    for path, (cls, _) in classes.items():
+        base = next((p for p, (parent, _) in classes.items() if parent in cls.__mro__[1:] and _BASE not in rows[p]), "")
+        if base:
+            own = {n: names for n, names in rows[path].items() if n not in rows[base] or names != rows[base][n]}
+            rows[path] = {_BASE: [f"{_TEXT}{base}"], **own}
+    table = {"sources": {source: _digest(source) for source in sorted(sources)}, "classes": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(table))
 
