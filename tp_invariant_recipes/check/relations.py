@@ -261,11 +261,11 @@ _PRECISION_AWARE = "optimizer.use_precision_aware_optimizer"
 _BIASES = "model.add_bias_linear"
 
 
-# In the order of messages.
 def _no_window(config: RunConfig) -> bool:
     return len(config.model["window_size"]) != 2 or min(config.model["window_size"]) < -1
 
 
+# In the order of messages.
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(_replaced),
     Rule(_loggers),

@@ -2,7 +2,7 @@
 """The one shape of a rule, and of a limit of the invariant numerics, which numerics=stock avoids."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +82,7 @@ def limit(test: Test, text: str = "", solve: str = "") -> Rule[RunConfig]:
     return limit_of(lambda t: True, test, text, solve)
 
 
-def limit_of(needs: Test, test: Test, text: str, solve: str = "") -> Rule[RunConfig]:
+def limit_of(needs: Test, test: Test, text: str = "", solve: str = "") -> Rule[RunConfig]:
     """Return a limit of those runs to which something applies."""
     return Rule(
         test,
@@ -92,18 +92,6 @@ def limit_of(needs: Test, test: Test, text: str, solve: str = "") -> Rule[RunCon
         head=lambda t: f"numerics={t.numerics.mode}",
         stock=True,
     )
-
-
-def naming(path: str, rule: Rule[RunConfig]) -> Rule[RunConfig]:
-    """Return a limit of the values of one field whose problem begins with the field and its value."""
-
-    def head(config: RunConfig) -> str:
-        value: Any = config.sections
-        for name in path.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return f"numerics={config.numerics.mode}: {path}={value if isinstance(value, str) else as_text(value)}"
-
-    return replace(rule, head=head)
 
 
 def lacks(feature: str) -> Test:

@@ -78,6 +78,7 @@ THRESHOLD = Values(lambda value: value == math.inf or _is_number(value), "give {
 BOOL = Values(lambda value: isinstance(value, bool), "{key}=true or false")
 ANY = Values(lambda value: True, "")
 NONE = Values(lambda value: False, "leave {key} unset")
+EMPTY = Values(lambda value: not value, "leave {key} unset")
 OFF = only(False)
 ON = only(True)
 NULL = only(None)

@@ -6,6 +6,7 @@ from tp_invariant_recipes.fields.field import (
     BOOL,
     BYTES,
     COUNT,
+    EMPTY,
     NICE,
     NONE,
     NULL,
@@ -89,11 +90,11 @@ TOKENIZER = section(
 # Adapters (LoRA). check/finetuning.py and check/invariant/training.py have rules for most of these.
 
 PEFT = section(
-    row(ANY, "target_modules exclude_modules canonical_mapping alpha dropout_position "
-        "sequence_parallel_input_regather lora_A_init_method lora_B_init_method a2a_experimental lora_dtype",
-        _OTHER_RULE),
+    row(ANY, "target_modules alpha dropout_position lora_A_init_method lora_B_init_method", _OTHER_RULE),
     row(ANY, "dim", _OTHER_RULE, COUNT),
-    row(ANY, "dropout", _OTHER_RULE, SHARE),
+    row(only(0.0), "dropout", "dropout of adapters draws other numbers in every layout", SHARE),
+    row(EMPTY, "exclude_modules canonical_mapping a2a_experimental "
+        "sequence_parallel_input_regather lora_dtype", "it adds other layers or sums"),
     row(ANY, "share_expert_adapters", "each kind is covered (numerics/megatron/expert_lora.py)"),
     row(OFF, "normalize_moe_lora", "experts with fewer features than the other layers are not covered"),
     row(OFF, "experts_shared_outer_loras", "adapters with one matrix for all experts and one for each are not covered"),

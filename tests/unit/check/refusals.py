@@ -322,11 +322,10 @@ LATENT_SHARDS, typed, or_stock: deepseek_v3_toy
     cuts_sequences: numerics.context_shards=2
     taken: numerics.context_shards=1
 LORA, or_stock: qwen3_toy numerics=tree peft=lora checkpoint.pretrained_checkpoint=base
-    field: peft.normalize_moe_lora=true | peft.experts_shared_outer_loras=true
+    field: peft.normalize_moe_lora=true | peft.experts_shared_outer_loras=true | peft.dropout=0.1 |
+        peft.exclude_modules=[x]
     own: peft.target_modules=[router] | peft.target_modules=['*.layers.0.*.linear_qkv'] | peft.target_modules=[] |
-        peft.dropout=0.1 | model.pipeline_model_parallel_layout=Et*2L | peft.exclude_modules=[x] |
-        peft.canonical_mapping=[x] | peft.a2a_experimental=true | peft.sequence_parallel_input_regather=true |
-        peft.lora_dtype=[x]
+        model.pipeline_model_parallel_layout=Et*2L
     cuda_graph+device: model.cuda_graph_impl=full_iteration
 LORA_SETTINGS, typed: qwen3_toy peft=lora checkpoint.pretrained_checkpoint=base
     divided: peft.dim=6 tp=4

@@ -32,6 +32,7 @@ KINDS = {
     NUMBER: ((0, 1, -0.5, 1e-8, None), (math.nan, math.inf, -math.inf, True, "1", [1])),
     THRESHOLD: ((0.5, None, math.inf), (math.nan, -math.inf, False, "1")),
     BOOL: ((True, False), (None, 0, 1, "true")),
+    rows.EMPTY: ((None, [], {}, False), (1, "x", [0])),
     ANY: ((None, 1, "text", [], print), ()),
 }
 

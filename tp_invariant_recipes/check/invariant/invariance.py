@@ -15,11 +15,11 @@ from tp_invariant_recipes.check.rule import (
     limit,
     limit_of,
     name_of,
-    naming,
     uncut,
 )
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields import catalogue
+from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import covered_layers
 from tp_invariant_recipes.settings import finetuning, low_precision, schema
@@ -37,6 +37,13 @@ _sinks = partial(limit_of, lambda t: t.model.get("softmax_type", "vanilla") != "
 
 def _fused_sinks(config: RunConfig) -> bool:
     return config.model.get("softmax_type") == "learnable" and name_of(config.model.get("attention_backend")) == "fused"
+
+
+def _precision(config: RunConfig) -> Problem | None:
+    precision, solve = config.mixed_precision, f"precision={', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
+    if precision in (None, "bf16_mixed") or low_precision.enabled(config):
+        return None
+    return Problem(f"mixed_precision={as_text(precision)}", "that precision has no invariant version", solve)
 
 
 LIMITS = (
@@ -89,10 +96,7 @@ LIMITS = (
         "model.position_embedding_type=rope",
     ),
     limit_of(lambda t: t.model.get("position_embedding_type") == "yarn", *uncut("YaRN has")),
-    naming("mixed_precision", limit(
-        lambda t: t.mixed_precision not in (None, "bf16_mixed") and not low_precision.enabled(t),
-        "that precision has no invariant version", f"precision={', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}",
-    )),
+    limit(_precision),
     _sinks(*uncut("attention sinks have")),
     limit(  # as seen on an H100: TE 2.20 and cuDNN 9.19 have none that is deterministic
         _fused_sinks,

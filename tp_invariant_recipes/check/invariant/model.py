@@ -11,12 +11,13 @@ from tp_invariant_recipes.check.rule import (
     limit,
     limit_of,
     name_of,
-    naming,
     uncaptured,
     uncut,
     unsplit,
 )
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
+from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.experts import expert_placement
 from tp_invariant_recipes.numerics.megatron import covered_layers, families
@@ -75,10 +76,6 @@ PATTERN = "mtp_hybrid_override_pattern"
 WITHOUT = f"model.{MULTI_TOKEN}=null"
 
 
-def _hybrid(config: RunConfig) -> bool:
-    return config.shape.hybrid
-
-
 def _before_the_last(stages: str | list[list[str]] | None) -> bool:
     """Whether a layout of stages has layers of MTP before the last stage. "Et|(tt|)*30mL": no."""
     if isinstance(stages, str):
@@ -97,11 +94,11 @@ def _recomputes_several_layers(config: RunConfig) -> bool:
 
 MULTI_TOKEN_LIMITS = (
     _ahead_row(lacks(mode.MTP), mode.only(mode.MTP), WITHOUT),
-    _ahead_row(lambda t: _hybrid(t) and not t.model.get(PATTERN),
+    _ahead_row(lambda t: t.shape.hybrid and not t.model.get(PATTERN),
         "MTP of a hybrid model has no layers", f"model.{PATTERN}='*E', or {WITHOUT}"),
-    _ahead_row(lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*covered_layers.LAYERS},
+    _ahead_row(lambda t: t.shape.hybrid and set(t.model.get(PATTERN) or "") - {*covered_layers.LAYERS},
         f"of hybrid layers only {' '.join(covered_layers.LAYERS)} have invariant versions", f"model.{PATTERN}"),
-    _ahead_row(lambda t: not _hybrid(t) and t.model.get(REPEATED),
+    _ahead_row(lambda t: not t.shape.hybrid and t.model.get(REPEATED),
         "one layer for all depths is covered for hybrid models alone", f"model.{REPEATED}=false"),
     # Bridge adds these layers to the pattern, whatever mtp_num_layers is.
     limit_of(has(PATTERN), lambda t: not t.model.get(MULTI_TOKEN),
@@ -111,7 +108,7 @@ MULTI_TOKEN_LIMITS = (
     _ahead_row(lambda t: _before_the_last(t.model.get("pipeline_model_parallel_layout")),
         "the layers of MTP are on the last stage, beside the loss",
         "model.pipeline_model_parallel_layout=null"),
-    _ahead_row(lambda t: _hybrid(t) and t.model.get("recompute_granularity") == "full",
+    _ahead_row(lambda t: t.shape.hybrid and t.model.get("recompute_granularity") == "full",
         "MTP of a hybrid model was not shown to have the same bits where "
         "whole layers are recomputed", "model.recompute_granularity=selective"),
     _ahead_row(_recomputes_several_layers, "Megatron-Core recomputes the layers of MTP one by one",
@@ -237,7 +234,12 @@ def _of_experts(config: RunConfig) -> str | None:
     return kinds.get((name_of(config.model.get("activation_func")), config.shape.gated))
 
 
-# Settings that a model with experts must not have, and the reason.
+def _activation_func(config: RunConfig) -> Problem | None:
+    text = "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered"
+    field, solve = "model.activation_func", "model.activation_func=torch.nn.functional.silu"
+    return None if _of_experts(config) else Problem(f"{field}={as_text(config.at(field))}", text, solve)
+
+
 def _counts_packed_sequences(config: RunConfig) -> bool:
     return config.model.get("moe_router_load_balancing_type") == GLOBAL and finetuning.packing(config) is not None
 
@@ -246,6 +248,7 @@ def _counts_captured_sequences(config: RunConfig) -> bool:
     return config.model.get("moe_router_load_balancing_type") == GLOBAL and cuda_graphs.requested(config.model)
 
 
+# Settings that a model with experts must not have, and the reason.
 EXPERT_LIMITS = (
     _expert_row(lacks(mode.EXPERTS), mode.only(mode.EXPERTS)),
     _expert_row(lambda t: t.layout.etp > 1, "experts split over ranks have no invariant version", "etp=1"),
@@ -258,14 +261,7 @@ EXPERT_LIMITS = (
     _of_latents(has("add_bias_linear"), "experts of latents are covered without biases", "model.add_bias_linear=false"),
     _of_latents(*uncaptured("experts of latents have")),
     _of_latents(low_precision.enabled, "experts of latents have no invariant version in FP8", "precision=bf16"),
-    naming(
-        "model.activation_func",
-        _expert_row(
-            lambda t: _of_experts(t) is None,
-            "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered",
-            "model.activation_func=torch.nn.functional.silu",
-        ),
-    ),
+    _expert_row(_activation_func),
     _expert_row(_counts_packed_sequences,
         f"the sequences of a packed row come in another order than {GLOBAL} counts them",
         "model.moe_router_load_balancing_type=seq_aux_loss"),

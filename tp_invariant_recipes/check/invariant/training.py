@@ -142,9 +142,6 @@ PACKED_LIMITS = (
 
 # What the invariant numerics cover of LoRA.
 
-# Fields that add other layers or sums.
-OFF = ("exclude_modules", "canonical_mapping", "a2a_experimental", "sequence_parallel_input_regather", "lora_dtype")
-
 
 def of_experts(config: RunConfig, fields: Mapping[str, Any]) -> bool:
     """Whether adapters are of experts: feed-forward layers of a model with experts have all one name."""
@@ -156,19 +153,12 @@ def _lora_row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], text: str, s
     return limit(lambda t: (fields := finetuning.section(t)) is not None and wrong(t, fields), text, solve)
 
 
-def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], Any]:
-    return lambda t, fields: fields.get(name)
-
-
 LORA_LIMITS = (
     _lora_row(lambda t, _: not t.numerics.covers(mode.LORA), mode.only(mode.LORA)),
     _lora_row(
         lambda t, fields: not finetuning.targets(fields) or {*finetuning.targets(fields)} - {*finetuning.TARGETS},
         f"of layers only {', '.join(finetuning.TARGETS)} have invariant adapters, in all layers alike",
         "name these in peft.target_modules"),
-    _lora_row(lambda t, fields: fields.get("dropout"), "dropout of adapters draws other numbers in every layout",
-        "peft.dropout=0"),
-    *(_lora_row(_off(name), f"peft.{name} is not covered", "leave it unset") for name in OFF),
     limit_of(finetuning.adapts, *uncut("LoRA has")),
     limit_of(finetuning.adapts, *uncaptured("adapters have")),
     _lora_row(lambda t, _: t.model.get("pipeline_model_parallel_layout"),
