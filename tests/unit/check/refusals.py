@@ -93,9 +93,6 @@ def _families(table: str) -> Iterator[tuple[str, Family]]:
         yield name, Family(run, refused, *neighbours, typed="typed" in flags, or_stock="or_stock" in flags)
 
 
-OF_TREE = ("optimizer.optimizer=sgd", "precision=fp32", "optimizer.use_distributed_optimizer=true")
-OF_TREES_EXPERTS = ("model.moe_z_loss_coeff=0.1", "model.moe_expert_capacity_factor=1.0")
-
 FAMILIES = dict(
     _families(
         r"""
@@ -192,7 +189,8 @@ INVARIANCE, or_stock: qwen3_toy numerics=tree
         model.attention_backend=flash | model.softmax_type=off-by-one
     field+gtp_weight_remat_size: model.gtp_weight_remat_size=2
     precision: mixed_precision=fp16_mixed
-    taken: tp=8 | tp=4 sp=false | tp=2 pp=2 dp=2 gbs=4 | model.num_layers=3
+    taken: tp=8 | tp=4 sp=false | tp=2 pp=2 dp=2 gbs=4 | model.num_layers=3 | optimizer.optimizer=sgd | precision=fp32
+        | optimizer.use_distributed_optimizer=true
 GPT, or_stock: qwen3_toy numerics=tree
     qk_layernorm: model.normalization=LayerNorm
     other_layers: model.normalization=LayerNorm model.qk_layernorm=false model.mtp_num_layers=1
@@ -218,6 +216,7 @@ EXPERTS, or_stock: qwen3_moe_toy numerics=tree
         model.moe_router_load_balancing_type=[aux_loss]
     at_most+virtual_shards: model.num_moe_experts=1 model.seq_length=64
     activation_func: model.activation_func=torch.nn.functional.gelu | model.gated_linear_unit=false
+    taken: model.moe_z_loss_coeff=0.1 | model.moe_expert_capacity_factor=1.0
     taken_fields: model.moe_router_force_load_balancing=false model.moe_router_fusion=false
         model.moe_router_padding_for_quantization=false model.moe_router_padding_for_fp8=false
         model.moe_shared_expert_overlap=false model.moe_paged_stash=false model.moe_single_grouped_weight=false

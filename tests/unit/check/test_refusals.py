@@ -3,7 +3,6 @@
 
 import pytest
 
-from tests.unit.check import refusals
 from tests.unit.check.refusals import FAMILIES, message, problems
 from tp_invariant_recipes.errors import OR_STOCK
 
@@ -61,16 +60,6 @@ def test_stock_is_offered_only_where_it_meets_no_other_problem(words, offered):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_run_that_composes(family):
     assert problems(FAMILIES[family].run) == []
-
-
-@pytest.mark.parametrize("override", refusals.OF_TREE)
-def test_tree_takes_what_portable_refuses(override):
-    assert problems(f"qwen3_toy numerics=tree {override}") == []
-
-
-@pytest.mark.parametrize("override", refusals.OF_TREES_EXPERTS)
-def test_tree_takes_what_portable_refuses_of_experts(override):
-    assert problems(f"qwen3_moe_toy numerics=tree {override}") == []
 
 
 # A run -> the first rule that says what its mode has no version of.

@@ -22,24 +22,13 @@ gpu_problems = partial(problems_of, device="gpu")
 
 # Ours
 
-# Compute capability, GPUs of a node, its processors, variables.
-SHIPPED = {
-    "h100": ((9, 0), 8, "x86_64", {}), "h200": ((9, 0), 8, "x86_64", {}),
-    "b300": ((10, 3), 8, "x86_64", {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_IGNORE_CPU_AFFINITY": "1"}),
-    "gb300": ((10, 3), 4, "aarch64", None), "gh200": ((9, 0), 1, "aarch64", None),
-}  # fmt: skip
 
-
-def test_every_cluster_that_comes_with_tpi_is_in_the_table():
-    assert sorted([*SHIPPED, "local"]) == list(conf_files.groups()["cluster"])
-
-
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [name for name in conf_files.groups()["cluster"] if name != "local"])
 def test_a_cluster_says_what_its_nodes_are(name):
-    result, (capability, gpus, architecture, variables) = cluster(f"cluster={name}"), SHIPPED[name]
-    assert (result["name"], result["gpus_per_node"], tuple(result["compute_capability"])) == (name, gpus, capability)
-    assert (result["architecture"], result["container"], result["ranks_per_node"]) == (architecture, None, None)
-    assert variables is None or result["environment"] == {"TORCH_NCCL_HIGH_PRIORITY": "1", **variables}
+    nodes = compose("qwen3_toy", [f"cluster={name}"], device="gpu").config.cluster
+    assert nodes.name == name
+    assert None not in (nodes.gpus_per_node, nodes.architecture, nodes.compute_capability, nodes.gpu_memory)
+    assert nodes.environment["TORCH_NCCL_HIGH_PRIORITY"] == "1"
 
 
 def test_a_refused_value_is_a_problem_of_the_configuration():
