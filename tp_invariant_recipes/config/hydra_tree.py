@@ -203,16 +203,13 @@ def _lacks(*paths: str) -> Callable[..., bool]:
     return lambda *, _root_: not all(OmegaConf.select(_root_, path) for path in paths)
 
 
-def _stock_on_gpu(root: Any) -> bool:
-    return root.numerics.mode == STOCK and root.device.kind == "gpu"
+def _stock_on_gpu(*, _root_: Any) -> bool:
+    return _root_.numerics.mode == STOCK and _root_.device.kind == "gpu"
 
 
-def _checkpoint_format(root: Any) -> str:
-    return FSDP_FORMAT if root.ddp.get("use_megatron_fsdp") else "torch_dist"
-
-
-def _overlaps(root: Any) -> bool:
+def _overlaps(*, _root_: Any) -> bool:
     """Return whether data-parallel collectives run under passes: not in the control, and where all modes can."""
+    root = _root_
     if root.device.kind != "gpu" or root.parallel.data_parallel_size == 1 or root.numerics.mode == DETERMINISTIC:
         return False
     alone = root.guard.kind == "off" and not root.ddp.get("use_megatron_fsdp")
@@ -229,10 +226,10 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     # Megatron's fused rotary kernels do not suit multi-latent attention; its grouped experts add their biases alone.
     "tpi.fused_rotation": _lacks("model.multi_latent_attention"),
     "tpi.fused_dropout": _lacks("model.num_moe_experts", "model.add_bias_linear"),
-    "tpi.checkpoint_format": lambda *, _root_: _checkpoint_format(_root_),
-    "tpi.overlaps": lambda *, _root_: _overlaps(_root_),
+    "tpi.checkpoint_format": lambda *, _root_: FSDP_FORMAT if _root_.ddp.get("use_megatron_fsdp") else "torch_dist",
+    "tpi.overlaps": _overlaps,
     # What Bridge's recipes have, and no other numerics of tpi.
-    "tpi.stock_on_gpu": lambda *, _root_: _stock_on_gpu(_root_),
+    "tpi.stock_on_gpu": _stock_on_gpu,
 }
 NOT_READ = (
     "is not resolved, since its value would stand in config.yaml, logs, certificates and job scripts; write the value "
