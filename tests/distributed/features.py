@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.distributed.layouts.rows import EXPERTS, HYBRID, LATENT
-from tests.distributed.small_models import small
+from tests.distributed.small_models import MUON, small
 from tp_invariant_recipes.features.audit import configurations
 
 BASE = "seq=128 gbs=2 iters=1 scheduler.lr_decay_iters=4"
+INTERLEAVED = "model.num_layers=4 model.virtual_pipeline_model_parallel_size=2 model.overlap_p2p_comm=true"
 MODEL = "MODEL="
 WEIGHTS = "{weights}"
 
@@ -34,7 +35,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "weights": ("weights={weights}", "weights={weights} peft=lora peft.dim=8"),
     "optimizer": (
         "optimizer.optimizer=sgd",
-        "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false",
+        f"{MUON} optimizer.use_distributed_optimizer=false",
         "optimizer.use_distributed_optimizer=true",
         "optimizer.optimizer_cpu_offload=true ledger.digests=0",
         "optimizer.use_precision_aware_optimizer=true",
@@ -53,7 +54,7 @@ AXES: dict[str, tuple[str, ...]] = {
     ),
     "validation": ("validation.eval_iters=1 validation.eval_interval=1",),
     "tensor": ("tp=2", "tp=2 sp=false", "tp=2 ep=2", "tp=2 etp=2"),
-    "pipeline": ("pp=2", "pp=2 model.virtual_pipeline_model_parallel_size=1"),
+    "pipeline": ("pp=2", f"pp=2 {INTERLEAVED}"),
     "context": ("cp=2", "numerics.context_shards=2"),
     "data": ("dp=2", "numerics.data_shards=2", "mbs=2"),
     "record": (
@@ -65,8 +66,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "embedding": ("model.share_embeddings_and_output_weights=true", "model.share_embeddings_and_output_weights=false"),
     "positions": ("model.position_embedding_type=learned_absolute", "model.position_embedding_type=none"),
     "layers": (
-        "model.normalization=LayerNorm", "model.add_bias_linear=true", "model.softmax_type=learnable",
-        "model.window_size=[16,0]", "model.gated_linear_unit=false",
+        "model.normalization=LayerNorm model.qk_layernorm=false", "model.add_bias_linear=true",
+        "model.softmax_type=learnable", "model.window_size=[16,0]", "model.gated_linear_unit=false",
     ),
 }  # fmt: skip
 
