@@ -150,12 +150,12 @@ def _recorded(before: RunFile, without: Sequence[str]) -> list[Override]:
 def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, start: int | None) -> Plan:
     """command: its words, for messages. start: as for `resume_run`."""
     before = run_dir.read_run(RunFile)
+    if composed.model != before.model:
+        raise ConfigError(f"{command} is a run of {before.model}, not of {composed.model}")
     imported = _imported(before, composed) if start or _newest(run_dir) else None
     plan = resolve(composed, run_dir, how, imported=imported)
     if plan.data_missing:
         plan.identity["data.digest"] = before.identity.get("data.digest")  # not known before it is prepared
-    if composed.model != before.model:
-        raise ConfigError(f"{command} is a run of {before.model}, not of {composed.model}")
     step, iters = plan.config.section("checkpoint")["ckpt_step"], plan.config.train["train_iters"]
     newest = start is None and step is None
     done = completed_steps(run_dir) if newest else None

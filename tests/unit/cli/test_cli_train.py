@@ -61,9 +61,9 @@ def test_a_run_of_another_model_is_not_resumed(cli, empty_here):
     with locked(RunDir(empty_here / "run")):
         record.write(plan.new(compose("qwen3_toy", ["run.dir=run"])))
     before = sorted((p.name, p.read_bytes()) for p in empty_here.rglob("*") if p.is_file())
-    ended = cli("train", "qwen3_8b", "--resume", "run")
-    assert ended.status == 2
-    assert "--resume run is a run of qwen3_toy, not of qwen3_8b" in ended.err
+    for asked in ("--resume run", "--continue run.dir=run"):
+        ended = cli("train", "qwen3_8b", *asked.split())
+        assert (ended.status, ended.err) == (2, f"error: {asked} is a run of qwen3_toy, not of qwen3_8b\n")
     ended = cli("train", "--resume", "run", "seed=1", "lr=0.1")
     assert ended.status == 2
     assert "rng.seed was 1234 and is 1 now" in ended.err
