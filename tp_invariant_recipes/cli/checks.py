@@ -170,7 +170,6 @@ def doctor(as_json: Json = False) -> None:
     version than that of the locks. Exit status: 2 if a part is missing that training here needs. A refused patch does
     not count, because it stops only the runs that reach its code.
     """
-    from tp_invariant_recipes.machine import gpus
     from tp_invariant_recipes.machine.versions import installed, pinned
     from tp_invariant_recipes.settings import conf_files
 
