@@ -32,20 +32,11 @@ _COMPARED = {
 
 # What is captured only when asked for: its graphs have not been compared with eager runs.
 EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
-    (lambda config: config.device.kind != "gpu", "graphs need a GPU"),
+    (lambda t: t.device.kind != "gpu", "graphs need a GPU"),
     (low_precision.enabled, "tpi captures FP8 and FP4 GEMMs only on request; tpi audit compares them with eager ones"),
-    (
-        lambda config: finetuning.adapts(config) and not config.numerics.invariant,
-        "tpi captures adapters only on request",
-    ),
-    (
-        lambda config: config.model.get("recompute_granularity") is not None,
-        "tpi captures recomputation only on request",
-    ),
-    (
-        lambda config: config.overlaps() and config.numerics.invariant,
-        "tpi captures Megatron's combined schedule only on request",
-    ),
+    (lambda t: finetuning.adapts(t) and not t.numerics.invariant, "tpi captures adapters only on request"),
+    (lambda t: t.model.get("recompute_granularity") is not None, "tpi captures recomputation only on request"),
+    (lambda t: t.overlaps() and t.numerics.invariant, "tpi captures Megatron's combined schedule only on request"),
 )
 
 

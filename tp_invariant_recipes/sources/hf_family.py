@@ -114,15 +114,10 @@ class Family:
         return None
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of FIELDS that count for it."""
-        omitted = (*self.lacks, *(DENSE_ONLY if self.experts else EXPERTS_ONLY))
-        return tuple(key for key in FIELDS if key not in omitted)
-
-    @property
     def fields(self) -> Mapping[str, tuple[str, Any]]:
         """Sizes in config.json -> field of the model, and the default of Bridge's provider."""
-        fields = {key: FIELDS[key] for key in self.keys}
+        omitted = (*self.lacks, *(DENSE_ONLY if self.experts else EXPERTS_ONLY))
+        fields = {key: field for key, field in FIELDS.items() if key not in omitted}
         if self.experts:
             fields[self.expert_size] = fields.pop("moe_intermediate_size")
         return fields | {**self.more}
