@@ -10,14 +10,13 @@ from typing import Any
 
 from tp_invariant_recipes.comparison.explanation import Scene, explain
 from tp_invariant_recipes.comparison.step_order import INITIAL, MODEL, ValueDifference, is_float
-from tp_invariant_recipes.comparison.tally import Coverage, ParameterDifference, Tally, TraceCoverage
+from tp_invariant_recipes.comparison.tally import Tally
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
 from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
 from tp_invariant_recipes.ledger.run_files import changes
 from tp_invariant_recipes.ledger.schema import (
     CAPABILITY,
-    DIGESTED,
     Header,
     HeaderDifference,
     fingerprint_differences,
@@ -82,24 +81,15 @@ class Comparison:
     verdict: Verdict
     a: Ledger
     b: Ledger
-    steps_compared: int  # 0 if `refused` is not empty
-    steps_differing: int
-    steps_skipped: int  # compared steps that both runs skipped
     first: FirstDifference | None
     # parameters of another shape or dtype, or missing in one run, if both runs list any
     model: tuple[ValueDifference, ...]
     # parameters whose weights differ before the first step, if both runs recorded them
     initial: tuple[ValueDifference, ...]
-    parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
-    coverage: dict[str, Coverage]  # of COVERED: FLOATS, the keys of DIGESTED, "trace", and EVALUATED
-    tensors: dict[str, frozenset[str]]  # of the keys of DIGESTED: those compared wherever both runs have the kind
     unmatched: tuple[Unmatched, ...]
-    trace: TraceCoverage
     refused: tuple[HeaderDifference, ...]  # differing fields of the identity, which make the runs incomparable
     informed: tuple[HeaderDifference, ...]  # the other header fields that differ
-    digested: tuple[bool, bool]  # whether a, and b, has a digest at any step, compared or not
-    later: tuple[int | None, int | None]  # after the end of the other run: the first step with disagreeing replicas
-    traced: bool  # whether both runs traced the first differing step
+    tally: Tally  # of all compared steps, none if `refused` is not empty
 
     @property
     def exit_status(self) -> int:
@@ -109,7 +99,8 @@ class Comparison:
     @property
     def steps_digested(self) -> int:
         """The number of steps at which both runs have digests of gradients and of weights or master weights."""
-        return min(self.coverage["gradients"].both, max(self.coverage[kind].both for kind in ("masters", "weights")))
+        coverage = self.tally.coverage
+        return min(coverage["gradients"].both, max(coverage[kind].both for kind in ("masters", "weights")))
 
     @property
     def steps_total(self) -> int:
@@ -174,22 +165,13 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
         verdict=verdict,
         a=a,
         b=b,
-        steps_compared=tally.compared,
-        steps_differing=tally.differing,
-        steps_skipped=tally.skipped,
         first=_first(a, b, (*model, *initial), tally),
         model=model,
         initial=initial,
-        parameters=tally.parameters,
-        coverage=tally.coverage,
-        tensors={kind: frozenset(tally.tensors.get(kind, ())) for kind in DIGESTED},
         unmatched=alone,
-        trace=tally.trace,
         refused=refused,
         informed=informative_differences(a.header, b.header),
-        digested=(tally.digested[0], tally.digested[1]),
-        later=(tally.later[0], tally.later[1]),
-        traced=tally.first is not None and all(record.trace is not None for record in tally.around[tally.first[0]]),
+        tally=tally,
     )
 
 

@@ -61,9 +61,9 @@ def comparison_json(comparison: Comparison) -> dict:
         "verdict": comparison.verdict.value,
         "text": verdict_line(comparison),
         "remarks": list(remarks(comparison)),
-        "steps_compared": comparison.steps_compared,
-        "steps_differing": comparison.steps_differing,
-        "steps_skipped": comparison.steps_skipped,
+        "steps_compared": comparison.tally.compared,
+        "steps_differing": comparison.tally.differing,
+        "steps_skipped": comparison.tally.skipped,
         "first_difference": _first(comparison) if comparison.first else None,
         "model": [
             {"parameter": difference.name, "a": difference.a, "b": difference.b} for difference in comparison.model
@@ -71,13 +71,13 @@ def comparison_json(comparison: Comparison) -> dict:
         "initial": [difference.name for difference in comparison.initial],
         "parameters": [
             {"name": parameter.name, "kind": parameter.kind, "steps": list(parameter.steps)}
-            for parameter in comparison.parameters
+            for parameter in comparison.tally.parameters
         ],
-        "coverage": {name: asdict(coverage) for name, coverage in comparison.coverage.items()},
+        "coverage": {name: asdict(coverage) for name, coverage in comparison.tally.coverage.items()},
         "unmatched": [
             {"name": tensor.name, "step": tensor.step, "run": run_name(tensor.run)} for tensor in comparison.unmatched
         ],
-        "trace": asdict(comparison.trace),
+        "trace": asdict(comparison.tally.trace),
         "refused": [_difference(difference) for difference in comparison.refused],
         "informed": [_difference(difference) for difference in comparison.informed],
     }

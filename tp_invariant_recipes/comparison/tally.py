@@ -60,7 +60,7 @@ class TraceCoverage:
 class Tally:
     """Takes the steps of two runs, and has what the comparison says of them.
 
-    differing, skipped: numbers of steps that differ, and that both runs skipped.
+    compared, differing, skipped: numbers of steps: all, those that differ, those that both runs skipped.
     first:       the first differing step, and what differs first in it; None: none.
     around:      the records of both runs of that step and the one before it, by step.
     tensors:     kind of digest -> those that were compared at every step at which both runs have the kind.
@@ -174,3 +174,8 @@ class Tally:
     def trace(self) -> TraceCoverage:
         """Of all traced steps together."""
         return TraceCoverage(*map(len, self._traced))
+
+    @property
+    def traced(self) -> bool:
+        """Whether both runs traced the first differing step."""
+        return self.first is not None and all(record.trace is not None for record in self.around[self.first[0]])

@@ -49,17 +49,17 @@ def verdict_line(comparison: Comparison) -> str:
 
 def compared_values(comparison: Comparison) -> str:
     """Return what was compared, such as "loss, gradient norm and gradients and weights of 27 parameters"."""
-    there = (field for field in FIELDS if field.is_float and comparison.coverage[field.name].both)
+    there = (field for field in FIELDS if field.is_float and comparison.tally.coverage[field.name].both)
     items = [f"{field.label}{_at(comparison, field.name)}" for field in there]
     kinds: dict[str, list[str]] = {}
     for kind in DIGESTED:
-        count = len({parameter_of(kind, name) for name in comparison.tensors[kind]})
+        count = len({parameter_of(kind, name) for name in comparison.tally.tensors.get(kind, ())})
         if count:
             kinds.setdefault(f"{plural(count, 'parameter')}{_at(comparison, kind)}", []).append(LABELS[kind])
     items += [f"{_series(labels)} of {count}" for count, labels in kinds.items()]
-    items += [f"{LABELS[data]}{_at(comparison, data)}" for data in EVALUATED if comparison.coverage[data].both]
-    if comparison.trace.compared:
-        items.append(f"{plural(comparison.trace.compared, 'tensor')} of the trace{_at(comparison, 'trace')}")
+    items += [f"{LABELS[data]}{_at(comparison, data)}" for data in EVALUATED if comparison.tally.coverage[data].both]
+    if comparison.tally.trace.compared:
+        items.append(f"{plural(comparison.tally.trace.compared, 'tensor')} of the trace{_at(comparison, 'trace')}")
     return _series(items)
 
 
@@ -110,7 +110,7 @@ def machine_remark(comparison: Comparison) -> list[str]:
 
 
 def _undigested(comparison: Comparison) -> list[str]:
-    both = zip((comparison.a, comparison.b), comparison.digested, strict=True)
+    both = zip((comparison.a, comparison.b), comparison.tally.digested, strict=True)
     lacking = [run_name(ledger) for ledger, has in both if not has]
     if not lacking:
         return []
@@ -121,12 +121,12 @@ def _undigested(comparison: Comparison) -> list[str]:
 def _partly_compared(comparison: Comparison) -> list[str]:
     """Return what both runs have at some common steps alone; for the state, `compared_values` names the rule."""
     covered: dict[Coverage, list[str]] = {}
-    for kind in (*(DIGESTED if all(comparison.digested) else ()), "trace", *EVALUATED):
-        coverage = comparison.coverage[kind]
+    for kind in (*(DIGESTED if all(comparison.tally.digested) else ()), "trace", *EVALUATED):
+        coverage = comparison.tally.coverage[kind]
         if kind in _OF_STATE:
             partial = not coverage.both
         else:
-            partial = kind in DIGESTED and 0 < coverage.both < comparison.steps_compared
+            partial = kind in DIGESTED and 0 < coverage.both < comparison.tally.compared
         if partial or coverage.only_a or coverage.only_b:
             label = f"{LABELS[kind]}es" if kind in EVALUATED else LABELS.get(kind, "traces")
             covered.setdefault(coverage, []).append(label)
@@ -135,7 +135,7 @@ def _partly_compared(comparison: Comparison) -> list[str]:
 
 
 def _untraced(comparison: Comparison) -> list[str]:
-    trace, sentences = comparison.trace, []
+    trace, sentences = comparison.tally.trace, []
     for count, has, lacks in ((trace.only_a, comparison.a, comparison.b), (trace.only_b, comparison.b, comparison.a)):
         if count:
             tensors = f"{plural(count, 'traced tensor')} of {run_name(has)}"
@@ -154,13 +154,13 @@ def _both(comparison: Comparison, coverage: Coverage) -> str:
         for ledger, count in ((comparison.a, coverage.only_a), (comparison.b, coverage.only_b))
         if count
     ]
-    return "; ".join([f"{coverage.both} of {plural(comparison.steps_compared, 'step')}", *alone])
+    return "; ".join([f"{coverage.both} of {plural(comparison.tally.compared, 'step')}", *alone])
 
 
 def _later_replicas(comparison: Comparison) -> list[str]:
     return [
         f"{run_name(ledger)}: ranks disagree at step {step}, which is not compared."
-        for ledger, step in zip((comparison.a, comparison.b), comparison.later, strict=True)
+        for ledger, step in zip((comparison.a, comparison.b), comparison.tally.later, strict=True)
         if step is not None
     ]
 
@@ -171,7 +171,7 @@ def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
     if first is None or first.step == 0 or first.phase == "data" or None in directories:
         return []
     command = "tpi bisect " + shlex.join(map(str, directories))
-    if first.kind in _COARSE and not comparison.traced:
+    if first.kind in _COARSE and not comparison.tally.traced:
         return [f"To find the module and the operation: {command}"]
     if first.kind in DUMPED and not dumped:
         return [f"To see how far apart the values are: {command}"]
@@ -181,7 +181,7 @@ def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
 def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
     """Return the differing parameters, by first step, then in the order of execution."""
     differences: dict[str, dict[str, ParameterDifference]] = {}
-    for difference in comparison.parameters:
+    for difference in comparison.tally.parameters:
         differences.setdefault(difference.name, {})[difference.kind] = difference
     rows = []
     for name, kinds in differences.items():
@@ -204,7 +204,7 @@ def parameter_line(comparison: Comparison) -> str | None:
     who = f"all {len(listed)}" if len(rows) == len(listed) else f"{len(rows)} of {len(listed)}"
     starts = {(row.gradient, row.moments, row.weight) for row in rows}
     if len(starts) > 1:
-        return f"{who} parameters differ, the first at step {comparison.parameters[0].first_step}"
+        return f"{who} parameters differ, the first at step {comparison.tally.parameters[0].first_step}"
     kinds = zip(_COLUMNS, next(iter(starts)), strict=True)
     return f"{who} parameters differ: " + ", ".join(f"{kind} from step {step}" for kind, step in kinds if step)
 
@@ -228,9 +228,9 @@ def header_rows(comparison: Comparison) -> tuple[tuple[str, str, str], ...]:
 
 
 def _identical(comparison: Comparison) -> str:
-    compared, total = comparison.steps_compared, comparison.steps_total
+    compared, total = comparison.tally.compared, comparison.steps_total
     steps = plural(compared, "step") if compared == total else f"{compared} of {plural(total, 'step')}"
-    skipped = f"; {comparison.steps_skipped} of them skipped by both" if comparison.steps_skipped else ""
+    skipped = f"; {comparison.tally.skipped} of them skipped by both" if comparison.tally.skipped else ""
     return f": {steps}, {compared_values(comparison)} equal bit for bit{skipped}{_ending(comparison)}"
 
 
@@ -244,7 +244,7 @@ def _different(comparison: Comparison) -> str:
     if first.kind == INITIAL and len(comparison.initial) > 1:
         parts[0] += f", and of {len(comparison.initial) - 1} more parameters"
     parts.append(
-        f"{comparison.steps_differing} of {plural(comparison.steps_compared, 'step')} differ{_ending(comparison)}"
+        f"{comparison.tally.differing} of {plural(comparison.tally.compared, 'step')} differ{_ending(comparison)}"
     )
     return "; ".join(parts)
 
@@ -281,8 +281,8 @@ def _ending(comparison: Comparison) -> str:
 
 def _at(comparison: Comparison, name: str) -> str:
     """Return the number of steps in words, unless it is all of them."""
-    both, compared = comparison.coverage[name].both, comparison.steps_compared
-    if both == compared or (name in FLOATS and both == compared - comparison.steps_skipped):
+    both, compared = comparison.tally.coverage[name].both, comparison.tally.compared
+    if both == compared or (name in FLOATS and both == compared - comparison.tally.skipped):
         return ""
     return f" (at {both} of {plural(compared, 'step')})"
 

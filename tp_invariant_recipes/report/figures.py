@@ -172,7 +172,7 @@ def training(report: Report) -> Drawing:
 
 def distance(report: Report) -> Drawing | None:
     """Return the distances between losses and between gradient norms. None: all are 0, or no step was compared."""
-    pairs = [(n, run) for n, (run, comparison) in enumerate(report.pairs, 1) if comparison.steps_compared]
+    pairs = [(n, run) for n, (run, comparison) in enumerate(report.pairs, 1) if comparison.tally.compared]
     fields = ("loss", "grad_norm")
     ulps = {field: [distances(report.runs[0].ledger, run.ledger, field) for _, run in pairs] for field in fields}
     if not any(ulp != 0 for runs in ulps.values() for _, ulp in itertools.chain(*runs)):

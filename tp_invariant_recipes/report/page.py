@@ -164,13 +164,15 @@ def _distance(report: Report) -> Iterable[Section]:
     drawing = figures.distance(report)
     if drawing is not None:
         yield Section("apart", "Distance", drawings=(drawing,))
-    elif any(comparison.steps_compared for comparison in report.comparisons):
+    elif any(comparison.tally.compared for comparison in report.comparisons):
         words = "Losses and gradient norms are equal at all compared steps: distance 0."
         yield Section("apart", "Distance", sentences=(words,))
 
 
 def _parameters(report: Report) -> Iterable[Section]:
-    tables = tuple(_table(run, report.runs[0], comparison) for run, comparison in report.pairs if comparison.parameters)
+    tables = tuple(
+        _table(run, report.runs[0], comparison) for run, comparison in report.pairs if comparison.tally.parameters
+    )
     if tables:
         yield Section("parameters", "Parameters that differ", tables=tables)
 

@@ -17,12 +17,12 @@ def test_one_bit_of_one_digest_is_detected_and_named(name, kind, step, bit):
     digests = getattr(record(step), kind)
     other = f"{int(digests[name], 16) ^ 1 << bit:032x}"
     result = compare(A, ledger(at=step, **{kind: digests | {name: other}}))
-    assert (result.verdict, result.steps_compared, result.steps_differing) == (Verdict.DIFFERENT, STEPS, 1)
+    assert (result.verdict, result.tally.compared, result.tally.differing) == (Verdict.DIFFERENT, STEPS, 1)
     first = result.first
     phase = {"gradients": "gradient", "weights": "update"}[kind]
     assert (first.step, first.phase, first.kind, first.name) == (step, phase, kind, f"{kind}/{name}")
     assert (first.a, first.b, first.ulp) == (digests[name], other, None)
-    [actual] = result.parameters
+    [actual] = result.tally.parameters
     assert (actual.name, actual.kind, actual.first_step, actual.steps) == (name, kind, step, (step,))
     assert f"different at step {step}: {kind.removesuffix('s')} of {name} differs" in verdict_line(result)
     assert verdict_line(result).endswith("; 1 of 5 steps differ")
@@ -66,7 +66,7 @@ def test_the_first_in_execution_order_is_named(chosen):
         changes |= with_trace(3, *traced)
     result = compare(TRACED, ledger(traced=(3,), **changes))
     assert (result.first.step, result.first.name) == (3, ORDER[min(chosen)][1])
-    assert result.steps_differing == 1
+    assert result.tally.differing == 1
 
 
 INITIAL = {name: value("initial", name) for name in NAMES}
@@ -103,7 +103,7 @@ def test_parameters_are_in_the_order_in_which_they_first_differ():
     result = compare(A, grown(*starts))
     rows = [(row.name, row.gradient, row.weight, row.steps) for row in parameter_rows(result)]
     assert rows == [(NAMES[5], None, 2, 4), (NAMES[3], 3, None, 3), (NAMES[1], 3, 4, 3)]
-    assert [(p.kind, p.first_step, p.steps) for p in result.parameters if p.name == NAMES[1]] == [
+    assert [(p.kind, p.first_step, p.steps) for p in result.tally.parameters if p.name == NAMES[1]] == [
         ("gradients", 3, (3, 4, 5)),
         ("weights", 4, (4, 5)),
     ]
@@ -113,5 +113,5 @@ def test_parameters_are_in_the_order_in_which_they_first_differ():
 def test_gradients_and_weights_are_both_compared_where_both_runs_have_both():
     only_weights = replace(A, steps=tuple(replace(s, gradients=None) if s.step > 2 else s for s in A.steps))
     result = compare(only_weights, ledger())
-    assert (result.coverage["gradients"].both, result.coverage["weights"].both) == (2, 5)
+    assert (result.tally.coverage["gradients"].both, result.tally.coverage["weights"].both) == (2, 5)
     assert result.steps_digested == 2

@@ -38,7 +38,7 @@ def test_equal_lines_are_one_record_and_others_are_not_taken_for_them(tmp_path):
 def test_the_end_of_the_longer_ledger_is_read_too(tmp_path):
     a, b = written(tmp_path / "a", steps=2), written(tmp_path / "b", diverged=(("gradients", "x", ((0,), (1,))),))
     comparison = compare(streamed(a), streamed(b))
-    assert (comparison.steps_compared, comparison.later) == (2, (None, 3))
+    assert (comparison.tally.compared, comparison.tally.later) == (2, [None, 3])
     assert report([comparison]) == report([compare(read(a), read(b))])
     b.write_bytes(b.read_bytes().replace(b'"step": 4', b'"step": 5'))
     with pytest.raises(LedgerError, match=r"b line 5: step 5 where step 4 belongs"):

@@ -65,7 +65,7 @@ def test_moments_that_both_runs_have_at_every_step_are_counted():
     b = ledger_with_state()
     moments = {name: digest for name, digest in A.steps[4].moments.items() if name != f"step/{FC1}"}
     b = replace(b, steps=(*b.steps[:4], replace(b.steps[4], moments=moments)))
-    assert compare(A, b).tensors["moments"] == moments.keys()
+    assert compare(A, b).tally.tensors["moments"] == moments.keys()
 
 
 @pytest.mark.parametrize("ranks", ([], [[]], [[0], []]))

@@ -41,7 +41,7 @@ def test_one_flipped_bit_is_detected_and_named(name, data):
     value = getattr(wide_step(3), name)
     other = flipped(value, data.draw(st.integers(0, int(value[1:3]) - 1)))
     result = compare(plain_ledger(), plain_ledger(name="b", **{name: other}))
-    assert (result.verdict, result.exit_status, result.steps_differing) == (Verdict.DIFFERENT, 1, 1)
+    assert (result.verdict, result.exit_status, result.tally.differing) == (Verdict.DIFFERENT, 1, 1)
     assert (result.first.step, result.first.name) == (3, name)
     assert (result.first.a, result.first.b) == (value, other)
     line = verdict_line(result)
@@ -64,7 +64,7 @@ def test_one_flipped_bit_is_detected_and_named(name, data):
 def test_another_identity_is_refused_and_named(identity, words):
     other = replace(HEADER, identity=HEADER.identity | identity)
     result = compare(plain_ledger(), plain_ledger(header=other))
-    assert (result.verdict, result.exit_status, result.steps_compared) == (Verdict.NOT_COMPARABLE, 2, 0)
+    assert (result.verdict, result.exit_status, result.tally.compared) == (Verdict.NOT_COMPARABLE, 2, 0)
     assert verdict_line(result).startswith("not comparable: ")
     assert verdict_line(result).endswith(words)
     assert {difference.field for difference in result.refused} == identity.keys()

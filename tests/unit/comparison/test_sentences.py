@@ -44,11 +44,11 @@ Cases = Iterator[tuple[str, Ledger, Ledger]]
 
 def content(comparison: Comparison) -> dict:
     """All that a comparison says, and what its first difference is."""
-    first, coverage = comparison.first, comparison.trace
+    first, coverage = comparison.first, comparison.tally.trace
     return {
         "verdict": f"{verdict_line(comparison)} (exit status {comparison.exit_status})",
-        "steps": f"{comparison.steps_compared} compared, {comparison.steps_differing} differ, "
-        f"{comparison.steps_skipped} skipped",
+        "steps": f"{comparison.tally.compared} compared, {comparison.tally.differing} differ, "
+        f"{comparison.tally.skipped} skipped",
         "first": first
         and {"step": first.step, "phase": first.phase, "kind": first.kind, "name": first.name, "ulp": first.ulp}
         | {"inputs_matched": first.inputs_matched, "explanation": first.explanation},

@@ -230,7 +230,7 @@ def test_it_is_read_as_the_ledger_that_it_holds(run_to_certify, tmp_path):
     ledger = read(file)
     assert (ledger.header, ledger.steps) == (read(run_to_certify).header, read(run_to_certify).steps)
     result = compare(read(run_to_certify), ledger)
-    assert (result.verdict, result.steps_compared) == (Verdict.IDENTICAL, 3)
+    assert (result.verdict, result.tally.compared) == (Verdict.IDENTICAL, 3)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(LedgerError, match="is not a whole certificate: it was altered or truncated"):
         read(file)

@@ -182,7 +182,7 @@ def test_a_flipped_bit_anywhere_in_the_file_is_noticed(stride):
             continue
         comparison = compare(whole, flipped)
         noticed = comparison.verdict is not Verdict.IDENTICAL or comparison.informed
-        if not noticed and not flipped.torn and comparison.steps_compared == 3:
+        if not noticed and not flipped.torn and comparison.tally.compared == 3:
             unnoticed += [position] if [json.loads(line) for line in data.splitlines()] != meaning else []
     assert unnoticed == []
 

@@ -102,8 +102,8 @@ class ConfigurationResult:
             first = comparison.first
             where = f" at step {first.step}: {first.name}" if first.step else f": {first.explanation}"
             return f"{self.state}{where}"
-        if comparison.verdict is Verdict.IDENTICAL and comparison.steps_compared < comparison.steps_total:
-            return f"{self.state}, {comparison.steps_compared} of {comparison.steps_total} steps"
+        if comparison.verdict is Verdict.IDENTICAL and comparison.tally.compared < comparison.steps_total:
+            return f"{self.state}, {comparison.tally.compared} of {comparison.steps_total} steps"
         return self.state
 
 
@@ -339,19 +339,19 @@ def _verdict(
 def _extent(compared: list[ConfigurationResult]) -> str:
     """Describe the extent of the smallest of these comparisons, as "100 steps (loss, …)"."""
     comparisons = [row.comparison for row in compared if row.comparison is not None]
-    shortest = min(comparisons, key=lambda comparison: comparison.steps_compared)
+    shortest = min(comparisons, key=lambda comparison: comparison.tally.compared)
     least = min(
         comparisons,
         key=lambda comparison: (
             comparison.steps_digested,
-            comparison.coverage["moments"].both,
-            comparison.coverage["trace"].both,
+            comparison.tally.coverage["moments"].both,
+            comparison.tally.coverage["trace"].both,
         ),
     )
-    steps, total = shortest.steps_compared, shortest.steps_total
+    steps, total = shortest.tally.compared, shortest.steps_total
     extent = plural(steps, "step") if steps == total else f"{steps} of {plural(total, 'step')}"
     limits = "" if least.steps_digested else "; gradients and weights themselves were not compared"
-    skipped = f"; {shortest.steps_skipped} of them skipped" if shortest.steps_skipped else ""
+    skipped = f"; {shortest.tally.skipped} of them skipped" if shortest.tally.skipped else ""
     return f"{extent} ({compared_values(least)}{limits}){skipped}"
 
 
