@@ -127,13 +127,9 @@ def model_of(
     command: in words. unfit: what it refuses of a configuration. problems: what is wrong already.
     numerics: of a folder, unless they are requested; a run has its own.
     """
-    problems = [
-        *problems,
-        *(f"{override.text}: {why}" for override in requested if (why := _refused(override, command))),
-    ]
-    of_run, folder = RunDir(source).run.exists(), source.expanduser().absolute()
-    problems += misplaced(source, step)
+    problems = [*problems, *early_problems(source, requested, step, command)]
     refuse(problems)
+    of_run, folder = RunDir(source).run.exists(), source.expanduser().absolute()
     composed, checkpoint, of_weights = (
         _of_run(source, requested, step) if of_run else _of_folder(folder, requested, numerics)
     )
@@ -162,7 +158,16 @@ def model_of(
     )
 
 
-def misplaced(source: Path, step: int | None) -> list[str]:
+def early_problems(source: Path, requested: Sequence[Override], step: int | None, command: str) -> list[str]:
+    """Return what is wrong before anything is composed: overrides that the command does not read, and the source.
+
+    As of `model_of`.
+    """
+    unread = [f"{override.text}: {why}" for override in requested if (why := _refused(override, command))]
+    return [*unread, *_misplaced(source, step)]
+
+
+def _misplaced(source: Path, step: int | None) -> list[str]:
     """Return why a source is neither a run directory nor a Hugging Face folder, or cannot have the step."""
     folder = source.expanduser().absolute()
     if RunDir(source).run.exists():

@@ -19,7 +19,7 @@ from tp_invariant_recipes.config.overrides import Override, given, parse_all
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, reason, refuse
 from tp_invariant_recipes.features.inference import output
-from tp_invariant_recipes.features.inference.model import FileJob, misplaced, model_of
+from tp_invariant_recipes.features.inference.model import FileJob, early_problems, model_of
 from tp_invariant_recipes.features.score import against, engine_scores, vocabulary
 from tp_invariant_recipes.features.score.against import EngineDifference
 from tp_invariant_recipes.launch import train
@@ -146,7 +146,8 @@ def score(request: ScoreRequest, console: Console) -> ScoreResult:
 def _checked(request: ScoreRequest) -> tuple[ScoreRequest, Path]:
     """Return the request with what follows from its files, and the file to score. Nothing big is read, or imported.
 
-    Raises ConfigError that lists every folder or file that cannot be read, or written, or is of another format.
+    Raises ConfigError that lists every folder or file that cannot be read, or written, or is of another format, and
+    the overrides that this command does not read.
     """
     if request.against is None and (request.tolerance or request.partial):
         raise ConfigError("--tolerance and --partial go with --against FILE")
@@ -157,8 +158,8 @@ def _checked(request: ScoreRequest) -> tuple[ScoreRequest, Path]:
         raise ConfigError(f"{file}: a folder, where a file of SEQUENCES comes: tpi score RUN SEQUENCES")
     out = request.out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
     beside = vocabulary.check(request.against) if request.vocabulary else []
-    of_source = misplaced(request.source, request.step)
-    refuse([*of_source, *beside, *_unfit(file, request.against), *output.check_written(out)])
+    early = early_problems(request.source, parse_all(request.overrides), request.step, "tpi score")
+    refuse([*early, *beside, *_unfit(file, request.against), *output.check_written(out)])
     output.check_unchanged(out.expanduser())
     return replace(request, out=out, digests=request.digests or output.has_digests(file)), file
 

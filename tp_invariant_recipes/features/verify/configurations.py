@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
 from tp_invariant_recipes.check.hosts.inputs import input_problems
+from tp_invariant_recipes.check.invariant.shards import DEFAULT_SHARDS
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, refuse
@@ -21,8 +22,10 @@ from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, fingerprint_differences
+from tp_invariant_recipes.numerics.mode import MEGATRONS
 from tp_invariant_recipes.runs.sweep_dir import Axis, Configuration, Omission, SweepDir
 from tp_invariant_recipes.settings import conf_files, expert_groups
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import available_memory
 from tp_invariant_recipes.text import abbreviated
@@ -184,6 +187,33 @@ def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dic
         with cell_problems.recording(choice.label):
             composed[choice.label] = compose(model, choice.overrides, device=device, also=files)
     return composed, cell_problems
+
+
+def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> tuple[Choice, ...]:
+    """Return the choices with the reference's V, else one for the largest tp * cp. A given V stays."""
+    key = "numerics.virtual_shards"
+    wanted = reference.header.numerics.get("virtual_shards") if reference else None
+    if wanted is None:
+        wanted = max((_degree(choice, "tp") * _degree(choice, "cp") for choice in choices), default=1)
+        if wanted <= DEFAULT_SHARDS or wanted & (wanted - 1):
+            return tuple(choices)
+    return tuple(
+        choice
+        if given(choice.overrides, key) or _is_stock(choice)
+        else replace(choice, overrides=(*choice.overrides, parse(f"{key}={wanted}")))
+        for choice in choices
+    )
+
+
+def _degree(choice: Choice, key: str) -> int:
+    """Return a degree of parallelism as typed; 1 where it is not, or is no number."""
+    typed = given(choice.overrides, SHORT_KEYS[key].path)
+    return int(typed.value) if typed and typed.value.isdecimal() else 1
+
+
+def _is_stock(choice: Choice) -> bool:
+    typed = given(choice.overrides, "numerics.mode")
+    return typed is not None and typed.value in MEGATRONS
 
 
 def with_equal_shards(

@@ -20,6 +20,7 @@ from tp_invariant_recipes.features.verify.configurations import (
     named,
     plan_configurations,
     spread,
+    with_enough_shards,
     with_equal_shards,
 )
 from tp_invariant_recipes.features.verify.verdict import PASSED, STOPPED, SweepVerdict, judge, verdict_on
@@ -85,6 +86,7 @@ def new(
             "a sweep of one configuration compares nothing: give a key several values, as in tp=1,2,4, or a "
             "ledger: --against FILE"
         )
+    choices = with_enough_shards(choices, reference)
     composed, omitted = compose_configurations(model, axes, choices, problems, how.here)
     before = [choice for choice in choices if choice.label in composed]
     kept = with_equal_shards(before, composed, reference)
