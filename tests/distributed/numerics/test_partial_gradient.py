@@ -102,11 +102,11 @@ def _after_a_failure(mesh):
 
 
 def _two_passes(mesh):
-    model, before = Model(mesh, everywhere=False), len(weight_gradient._waiting)
+    model, before = Model(mesh, everywhere=False), len(weight_gradient._waiting._of_pass)
     first, second = model.loss(), model.loss()
     first.backward()
     second.backward()
-    return model.gradients(), len(weight_gradient._waiting) - before
+    return model.gradients(), len(weight_gradient._waiting._of_pass) - before
 
 
 def _tied(mesh):

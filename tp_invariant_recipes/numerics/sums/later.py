@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs of weight gradients that wait, and run while a collective of the same backward pass moves bytes.
+"""What waits in a backward pass, and GEMMs of weight gradients that run while a collective of the pass moves bytes.
 
 Nothing else in a backward pass needs a weight's gradient. A row-parallel GEMM's waits for the gather of the next one's
 output gradient, which nothing else would hide:
@@ -18,38 +18,49 @@ import torch
 
 from tp_invariant_recipes.function_modes import outside_modes
 
-# By backward pass: a failed pass leaves its GEMMs behind, and no other pass may run them.
-_waiting: dict[int, list[Callable[[], object]]] = {}
+
+class Waiting[T]:
+    """What waits in each backward pass, in order, for `finish`, which gets all of it when the pass ends at the latest.
+
+    A failed pass leaves its items behind, and no other pass may have them.
+    """
+
+    def __init__(self, finish: Callable[[list[T]], None]) -> None:
+        self._finish = torch.no_grad()(outside_modes(finish))
+        self._of_pass: dict[int, list[T]] = {}
+
+    def add(self, item: T) -> None:
+        """Have an item wait in this pass."""
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._of_pass:
+            self._of_pass[backward] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward))
+        self._of_pass[backward].append(item)
+
+    def finish(self) -> None:
+        """Finish what waits in this pass. Outside of a pass nothing does."""
+        backward = torch._C._current_graph_task_id()
+        if self._of_pass.get(backward):
+            items, self._of_pass[backward] = self._of_pass[backward], []
+            self._finish(items)
+
+    def finish_all(self) -> None:
+        """Finish what waits in all passes."""
+        for backward in list(self._of_pass):
+            self._end(backward)
+
+    def forget(self) -> None:
+        """Drop what a failed pass has left."""
+        self._of_pass.clear()
+
+    def _end(self, backward: int) -> None:
+        if items := self._of_pass.pop(backward, []):
+            self._finish(items)
 
 
-def wait(gemm: Callable[[], object]) -> None:
-    """Have a GEMM of this backward pass run at its next gather, or at its end."""
-    backward = torch._C._current_graph_task_id()
-    if backward not in _waiting:
-        _waiting[backward] = []
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _run(_waiting.pop(backward, [])))
-    _waiting[backward].append(gemm)
+def _run(gemms: list[Callable[[], object]]) -> None:
+    for gemm in gemms:
+        gemm()
 
 
-def run() -> None:
-    """Run what waits in this backward pass. Outside of a pass nothing does."""
-    if waiting := _waiting.get(torch._C._current_graph_task_id()):
-        _run(waiting)
-
-
-def run_all() -> None:
-    """Run what waits in all passes: for gradients that are to be complete before the passes end."""
-    for waiting in _waiting.values():
-        _run(waiting)
-
-
-def forget() -> None:
-    """Drop what a failed backward pass has left."""
-    _waiting.clear()
-
-
-@torch.no_grad()
-@outside_modes
-def _run(waiting: list[Callable[[], object]]) -> None:
-    while waiting:
-        waiting.pop(0)()
+GEMMS = Waiting[Callable[[], object]](_run)

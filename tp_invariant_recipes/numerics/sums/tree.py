@@ -140,5 +140,5 @@ def all_gather(slices: Tensor, mesh: VirtualMesh) -> Tensor:
     """[n/t, …] on every rank → [n, …]. In a backward pass, GEMMs of weight gradients that wait run meanwhile."""
     gathering = start_all_gather(slices, mesh)
     if mesh.size > 1:
-        later.run()
+        later.GEMMS.finish()
     return gathering.arrived()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.sums import later
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import all_gather, tree_sum, tree_sums
@@ -54,7 +54,7 @@ def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object], 
         return tree_sum(gradients, weight.dtype)
     for add_to, gradient in zip(compute, gradients_of(weight), strict=True):
         if waits:
-            later.wait(partial(add_to, gradient, True))
+            later.GEMMS.add(partial(add_to, gradient, True))
         else:
             add_to(gradient, True)
     return added_to_main_grad(weight)
@@ -135,7 +135,7 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
     return stand_in.detach()  # autograd takes a gradient without copying it only if it holds the sole reference
 
 
-class _Waiting(NamedTuple):
+class _Leaves(NamedTuple):
     """A parameter, and the rest as of `reduce_weight_gradient`."""
 
     weight: Tensor
@@ -148,10 +148,6 @@ class _Waiting(NamedTuple):
     def kind(self) -> tuple[bool, bool, int, int]:
         """What parameters that are summed together have in common."""
         return self.everywhere, self.by_heads and self.mesh.contexts > 1, self.mesh.shards, self.mesh.contexts
-
-
-# By backward pass: a failed pass leaves its entries behind, and no other pass may use them.
-_waiting: dict[int, list[_Waiting]] = {}
 
 
 def reduce_weight_gradient(
@@ -175,11 +171,7 @@ def reduce_weight_gradient(
             total = torch.zeros_like(total)
         # + 0.0: where Megatron adds the other ranks' zeros, -0.0 becomes 0.0; so it must at t = 1.
         return (total + 0.0).to(weight.dtype).view(weight.shape)
-    backward = torch._C._current_graph_task_id()
-    if backward not in _waiting:
-        _waiting[backward] = []
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish(backward))
-    _waiting[backward].append(_Waiting(weight, leaves, mesh, everywhere, by_heads))
+    _waiting.add(_Leaves(weight, leaves, mesh, everywhere, by_heads))
     return added_to_main_grad(weight)
 
 
@@ -188,26 +180,25 @@ def finish_all() -> None:
 
     It is a collective: all ranks of the mesh call it at the same place of the pass.
     """
-    later.run_all()
-    for backward in list(_waiting):
-        _finish(backward)
+    later.GEMMS.finish_all()
+    _waiting.finish_all()
 
 
 def forget() -> None:
     """Drop what a failed backward pass has left."""
-    later.forget()
-    _waiting.clear()
+    later.GEMMS.forget()
+    _waiting.forget()
 
 
-@torch.no_grad()
-@outside_modes
-def _finish(backward: int) -> None:
-    waiting = _waiting.pop(backward, [])
+def _finish(waiting: list[_Leaves]) -> None:
     for kind in sorted({w.kind for w in waiting}):
         _add_up([w for w in waiting if w.kind == kind])
 
 
-def _add_up(alike: list[_Waiting]) -> None:
+_waiting = later.Waiting[_Leaves](_finish)
+
+
+def _add_up(alike: list[_Leaves]) -> None:
     """One tree for the parameters whose leaves have one shape, then one all-gather for all, which are of one kind."""
     everywhere, by_heads, *_ = alike[0].kind
     mesh, groups = alike[0].mesh, _by_count(alike)
@@ -229,13 +220,13 @@ def _cat(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def _by_count(waiting: list[_Waiting]) -> list[list[int]]:
+def _by_count(waiting: list[_Leaves]) -> list[list[int]]:
     """Return the places of those whose leaves have as many rows, in an order that is the same on every rank."""
     counts = [w.leaves.shape[1] for w in waiting]
     return [[place for place, other in enumerate(counts) if other == count] for count in sorted({*counts})]
 
 
-def _rounds(waiting: list[_Waiting]) -> list[list[int]]:
+def _rounds(waiting: list[_Leaves]) -> list[list[int]]:
     """Places in `waiting` that may be added at once: of a weight used several times, one use a round, as they came."""
     rounds: list[list[int]] = []
     uses: dict[int, int] = {}

@@ -71,13 +71,14 @@ def test_uses_of_a_weight_are_added_in_their_order(events, monkeypatch):
         x.backward(torch.randn_like(x))
         return weight.main_grad
 
-    monkeypatch.setattr(later, "run", lambda: None)  # so that all wait until the end
+    monkeypatch.setattr(later.GEMMS, "finish", lambda: None)  # so that all wait until the end
     waited = trained()
-    monkeypatch.setattr(later, "wait", lambda gemm: gemm())
+    monkeypatch.setattr(later.GEMMS, "add", lambda gemm: gemm())
     assert same_bits(waited, trained())
-    monkeypatch.setattr(later, "wait", lambda gemm: later._waiting.setdefault(0, []).insert(0, gemm))
+    held = []
+    monkeypatch.setattr(later.GEMMS, "add", lambda gemm: held.insert(0, gemm))
     other = trained()
-    for gemm_ in later._waiting.pop(0):
+    for gemm_ in held:
         gemm_()
     assert not same_bits(waited, other)  # the control: the last first
 
@@ -107,4 +108,4 @@ def test_another_pass_runs_nothing_that_a_failed_one_has_left(events):
     layers(events, 2)[0].sum().backward()
     assert same_bits(late.main_grad, left)
     weight_gradient.forget()
-    assert not later._waiting
+    assert not later.GEMMS._of_pass

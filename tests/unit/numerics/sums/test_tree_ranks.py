@@ -39,14 +39,13 @@ def test_the_first_rank_alone_has_the_sum(of_ranks, data, context):
 def _waiting(weight, value, leaves):
     values = torch.zeros(2, leaves, 3)
     values[0, 0] = value
-    return weight_gradient._Waiting(weight, values, VirtualMesh(2, 1, 0), True, False)
+    return weight_gradient._Leaves(weight, values, VirtualMesh(2, 1, 0), True, False)
 
 
 def _summed(*uses):
     weight = torch.nn.Parameter(torch.zeros(3))
     weight.main_grad = torch.zeros(3)
-    weight_gradient._waiting[7] = [_waiting(weight, *use) for use in uses]
-    weight_gradient._finish(7)
+    weight_gradient._finish([_waiting(weight, *use) for use in uses])
     return weight.main_grad.tolist()
 
 
@@ -77,7 +76,7 @@ def test_what_a_failed_pass_has_left_is_added_to_no_other():
     weight.main_grad = torch.zeros(3)
 
     def failing():
-        weight_gradient._waiting[7] = [_waiting(weight, 1.0, 1)]
+        weight_gradient._waiting._of_pass[7] = [_waiting(weight, 1.0, 1)]
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
