@@ -5,13 +5,11 @@ The first node decides from which step the run starts, whether all nodes would c
 queued again. The keys of the rendezvous, in the order in which nodes set them:
 
     open       the first node, as it opens the rendezvous
-    joined/N   node N, as it joins (all but the first)
     orders     the first node: the step to start from, and what must be equal on all nodes
     arrived/N  node N: it has planned the same run, or why it cannot
     next       the first node: the port where the ranks of all nodes meet; None: the run is over
-    failed/N   node N, if its ranks failed: why, and when the failure began; where its ranks stand, if some hang
+    ended/N    node N: its ranks have ended; if they failed: why, since when, and where they stand if some hang
     failing    any node, after a failure: the others end their ranks, and first say where they stand if some hang
-    ended/N    node N: its ranks have ended
     over       the first node, at any time: how the run ended
     left/N     node N, last
 """
@@ -19,8 +17,9 @@ queued again. The keys of the rendezvous, in the order in which nodes set them:
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.config.compose import Composed
@@ -78,10 +77,6 @@ class NodeTask:
         return self.composed.config.slurm
 
 
-class _RunOver(Exception):
-    """The first node ended the run while this node waited for another key."""
-
-
 def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
     """Do this node's part of the run; returns when the run has ended on all nodes.
 
@@ -100,8 +95,7 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
 
 def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
     """Hold the run directory's lock for all nodes, until they have left."""
-    with ExitStack() as stack:
-        stack.callback(rendezvous.close)
+    with closing(rendezvous), ExitStack() as stack:
         try:
             lock = stack.enter_context(locked(task.run_dir, nodes=rendezvous.node.count))
             if lock.remark:
@@ -111,7 +105,6 @@ def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
             ended = Over(None, why=str(error))
         rendezvous.set("over", ended)
         rendezvous.set("next", None)
-        _wait_for_others(rendezvous, "joined", END_TIMEOUT)
         _wait_for_others(rendezvous, "left", END_TIMEOUT)
     return ended
 
@@ -170,13 +163,13 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         outcome = _train(rendezvous, task, planned, reached)
     except Stopped:
         outcome = Outcome.STOPPED
-    except (RunError, PeerFailed) as error:
-        cause = _first_cause(rendezvous, planned.run_dir, error)
+    except RunError as error:
         # A rank may fail because of the signal that stops it; then the run must not restart by itself.
         retry = number < tries and not rendezvous.stop.requests
-        retry &= _excluded(planned, cause) or not cause.user_error
+        if isinstance(error, RankFailed):
+            retry &= _excluded(planned, error) or not error.user_error
         more = "it is queued again" if retry else "no more"
-        return Over(None, retry, f"{cause}\n(start {number} of {tries} from step {planned.start}; {more})")
+        return Over(None, retry, f"{error}\n(start {number} of {tries} from step {planned.start}; {more})")
     return Over("completed") if outcome is Outcome.COMPLETED else Over("stopped", rendezvous.stop.resumable)
 
 
@@ -194,7 +187,7 @@ def _excluded(planned: Plan, cause: RankFailed) -> bool:
 def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
     """Return the address at which others reached this node; None: there are none. TpiError: one cannot take part."""
     node = rendezvous.node
-    arrived = _wait_for_others(rendezvous, "arrived", patience, stoppable=True)
+    arrived = _wait_for_others(rendezvous, "arrived", patience, rendezvous.check_stop)
     missing = node.count - 1 - len(arrived)
     if missing:
         here = ", ".join([node.name, *(arrival.name for arrival in arrived)])
@@ -209,25 +202,26 @@ def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
 
 def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str | None) -> Outcome:
     store = local.store(nodes=rendezvous.node.count)
-    heartbeat = Heartbeat(rendezvous)
     through = interface(reached) if reached else "lo"
-
-    with task.watch(planned) as heartbeat.show:
-        outcome = _run_ranks(
-            rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, lambda: rendezvous.set("next", store.port)
-        )
-        _wait_for_others(rendezvous, "ended", None, tick=heartbeat)
-        heartbeat.look()  # another node may have failed just before it ended
-        heartbeat.show()
+    try:
+        with task.watch(planned) as show:
+            heartbeat = Heartbeat(rendezvous, show)
+            start_others = partial(rendezvous.set, "next", store.port)
+            outcome = _run_ranks(rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, start_others)
+            ended = _wait_for_others(rendezvous, "ended", None, heartbeat)
+            show()
+        if any(isinstance(failure, Failed) for failure in ended):
+            raise PeerFailed
+    except (RunError, PeerFailed) as error:
+        raise _first_cause(rendezvous, planned.run_dir, error) from error
     return train.check_completed(planned, outcome)
 
 
 def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> RankFailed:
     """Get the earliest failure of a rank on any node; if none failed, which ranks of all nodes hang; else `error`."""
     _set_failing(rendezvous, hang=False)
-    _wait_for_others(rendezvous, "ended", END_TIMEOUT)
-    records = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
-    failures: list[Failed] = [record for record in records if record]
+    ended = [rendezvous.get("ended/0"), *_wait_for_others(rendezvous, "ended", END_TIMEOUT)]
+    failures = [failure for failure in ended if isinstance(failure, Failed)]
     first = min(
         (failure for failure in failures if not failure.rank_states), key=lambda failure: failure.cause, default=None
     )
@@ -243,26 +237,24 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
 
 
 def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
-    rendezvous.set(f"joined/{rendezvous.node.number}")
-    try:
+    with suppress(Stopped, PeerFailed, RankFailed):
         planned = _plan_as_ordered(rendezvous, task)
         # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no work.
-        port = rendezvous.wait("next", START_TIMEOUT)
-        if port is None:
-            raise _RunOver
-        heartbeat = Heartbeat(rendezvous)
-        address = rendezvous.node.address
-        _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)
-        over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
-    except (_RunOver, Stopped, PeerFailed, RankFailed):
-        over = _wait_for_first_node(rendezvous, "over")
+        if planned and (port := rendezvous.wait("next", START_TIMEOUT)):
+            heartbeat = Heartbeat(rendezvous)
+            address = rendezvous.node.address
+            _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)
+            _poll(partial(rendezvous.get, "over"), heartbeat)
+    over: Over = _poll(partial(rendezvous.get, "over"))
     rendezvous.set(f"left/{rendezvous.node.number}")
     return over
 
 
-def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> Plan:
-    """Plan from "orders" and set "arrived". Raises _RunOver."""
-    orders: Orders = _wait_for_first_node(rendezvous, "orders", stoppable=True)
+def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> Plan | None:
+    """Plan from "orders" and set "arrived". None: this node cannot take part, or the run is over."""
+    orders = _poll(lambda: rendezvous.get("over") or rendezvous.get("orders"), rendezvous.check_stop)
+    if isinstance(orders, Over):
+        return None
     node = rendezvous.node
     problems: list[str] = []
     try:
@@ -273,9 +265,7 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> Plan:
     except TpiError as error:
         problems.append(f"{node.name}: {error}")
     rendezvous.set(f"arrived/{node.number}", Arrived(node.name, tuple(problems), node.address))
-    if problems:
-        raise _RunOver
-    return planned
+    return None if problems else planned
 
 
 def _must_agree(planned: Plan) -> Agreed:
@@ -316,6 +306,7 @@ def _run_ranks(
     local.prepare_environment(interface)
     first = node.number * count
     rank_infos = [RankInfo(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
+    ended: Failed | bool = True
     try:
         return ranks.run(
             planned.run_dir,
@@ -329,61 +320,39 @@ def _run_ranks(
         )
     except RankFailed as error:
         rank_states = tuple(replace(state, node=node.name) for state in error.rank_states)
-        failed = Failed(node.name, error.cause, str(error), error.user_error, error.hardware, rank_states)
-        rendezvous.set(f"failed/{node.number}", failed)
-        _set_failing(rendezvous, hang=bool(rank_states))
+        ended = Failed(node.name, error.cause, str(error), error.user_error, error.hardware, rank_states)
         raise
     finally:
-        rendezvous.set(f"ended/{node.number}")
+        rendezvous.set(f"ended/{node.number}", ended)
+        if isinstance(ended, Failed):
+            _set_failing(rendezvous, hang=bool(ended.rank_states))
 
 
 def _set_failing(rendezvous: Rendezvous, *, hang: bool) -> None:
     """Have the other nodes end their ranks, unless a node has done so. hang: they first say where theirs stand."""
-    if not rendezvous.has("failing"):
+    if rendezvous.get("failing") is None:
         rendezvous.set("failing", hang)
 
 
-def _wait_for_first_node(
-    rendezvous: Rendezvous, key: str, *, tick: Callable[[], None] | None = None, stoppable: bool = False
-) -> Any:
-    """Wait for a key of the first node. Raises _RunOver when it ends the run instead, Stopped when a signal comes."""
-    while (value := rendezvous.get(key)) is None:
-        if rendezvous.has("over"):
-            raise _RunOver
-        _pause(rendezvous, tick, stoppable=stoppable)
-    return value
-
-
 def _wait_for_others(
-    rendezvous: Rendezvous,
-    key: str,
-    patience: float | None,
-    *,
-    tick: Callable[[], None] | None = None,
-    stoppable: bool = False,
+    rendezvous: Rendezvous, key: str, patience: float | None, tick: Callable[[], None] = lambda: None
 ) -> list[Any]:
-    """Wait until each other node that joined has set its key; return the values. Raises Stopped.
+    """Wait until each other node has set its key; return the values.
 
     patience: seconds; None: as long as `tick` raises nothing. Nobody waits again for a node that was too late once.
     """
-    deadline = None if patience is None else time.monotonic() + patience
-    numbers = [number for number in range(1, rendezvous.node.count) if number not in rendezvous.late]
-    if key not in ("joined", "arrived"):
-        numbers = [number for number in numbers if rendezvous.has(f"joined/{number}")]
-    keys = [f"{key}/{number}" for number in numbers]
-    while True:
-        if (values := rendezvous.get_all(keys)) is not None:
-            return values
-        if deadline is not None and time.monotonic() > deadline:
-            there = {number: rendezvous.get(node_key) for number, node_key in zip(numbers, keys, strict=True)}
-            rendezvous.late |= {number for number, value in there.items() if value is None}
-            return [value for value in there.values() if value is not None]
-        _pause(rendezvous, tick, stoppable=stoppable)
+    keys = {number: f"{key}/{number}" for number in rendezvous.others}
+    if (values := _poll(partial(rendezvous.get_all, [*keys.values()]), tick, patience)) is not None:
+        return values
+    there = {number: value for number, key in keys.items() if (value := rendezvous.get(key)) is not None}
+    rendezvous.others = [*there]
+    return [*there.values()]
 
 
-def _pause(rendezvous: Rendezvous, tick: Callable[[], None] | None, *, stoppable: bool) -> None:
-    if stoppable and rendezvous.stop.signals:
-        raise Stopped
-    if tick:
+def _poll(look: Callable[[], Any], tick: Callable[[], None] = lambda: None, patience: float | None = None) -> Any:
+    """Look until there is a value, and return it; None: there was none for `patience` seconds."""
+    deadline = float("inf") if patience is None else time.monotonic() + patience
+    while (value := look()) is None and time.monotonic() < deadline:
         tick()
-    time.sleep(POLL)
+        time.sleep(POLL)
+    return value

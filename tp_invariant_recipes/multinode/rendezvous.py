@@ -96,13 +96,11 @@ class Over(Record):
 # The first word of a key -> the type of its value; multinode/agent.py says who sets it.
 VALUES: dict[str, Any] = {
     "open": Literal[True],
-    "joined": Literal[True],
     "orders": Orders,
     "arrived": Arrived,
     "next": Annotated[int, Bounds(gt=0, lt=2**16)] | None,  # the port
-    "failed": Failed,
+    "ended": Failed | Literal[True],
     "failing": bool,  # whether ranks hang
-    "ended": Literal[True],
     "over": Over,
     "left": Literal[True],
     "alive": Count,  # the number of the heartbeat
@@ -210,7 +208,7 @@ class Rendezvous:
         from torch.distributed import DistError, TCPStore
 
         self.node, self.stop = node, stop
-        self.late: set[int] = set()  # nodes that the first waits for no more
+        self.others = [*range(1, node.count)]  # nodes that the first waits for
         self._lost: type[Exception] = DistError
         self._file = run / f".job-{node.job}-{node.restart}.secret"
         self._secret = self._new_secret() if node.first else b""
@@ -279,14 +277,10 @@ class Rendezvous:
         text = json.dumps(value.as_json() if isinstance(value, Record) else value).encode()
         self._ask(lambda: self.store.set(key, self._code(key, text, self._secret) + text))  # type: ignore[arg-type]
 
-    def has(self, key: str) -> bool:
-        """Whether a key is set."""
-        return self._ask(lambda: self.store.check([key]))
-
     def get(self, key: str) -> Any:
         """Return the value of a key; None: it is not set. RunError: no node sets such a value."""
-        data = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
-        return None if data is None else self._value(key, data)
+        values = self.get_all([key])
+        return values[0] if values else None
 
     def get_all(self, keys: list[str]) -> list[Any] | None:
         """Return the values of keys in one request; None: not all are set. RunError: as `get`."""
@@ -299,6 +293,11 @@ class Rendezvous:
 
         self._ask(lambda: self.store.wait([key], timedelta(seconds=patience)))
         return self._value(key, self._ask(lambda: self.store.get(key)))
+
+    def check_stop(self) -> None:
+        """Raise Stopped."""
+        if self.stop.signals:
+            raise Stopped
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         try:
@@ -318,9 +317,9 @@ class PeerHangs(PeerFailed, PeersHang):
 class Heartbeat:
     """Sends a node's heartbeats and notices failures of others: called while ranks live, until all nodes have ended."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous = rendezvous
-        self.show: Callable[[], None] = lambda: None
+    def __init__(self, rendezvous: Rendezvous, show: Callable[[], None] = lambda: None) -> None:
+        """show: shows the progress."""
+        self.rendezvous, self.show = rendezvous, show
         self.rounds = 0
         self.looked = 0.0
         self.signs: dict[int, tuple[Any, float]] = {}  # by node: the last heartbeat and when it was first seen
@@ -344,10 +343,9 @@ class Heartbeat:
             raise PeerHangs if failing else PeerFailed
         lock.check()
         if node.first:
-            others = range(1, node.count)
-            keys = [f"alive/{number}" for number in others]
+            keys = [f"alive/{number}" for number in self.rendezvous.others]
             signs = self.rendezvous.get_all(keys) or map(self.rendezvous.get, keys)  # until all have given one
-            for number, sign in zip(others, signs, strict=True):
+            for number, sign in zip(self.rendezvous.others, signs, strict=True):
                 self._note(number, sign)
 
     def _note(self, number: int, sign: Any) -> None:

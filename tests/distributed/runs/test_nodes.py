@@ -232,11 +232,25 @@ def test_tries_that_end_without_a_word_count_too(nodes):
     assert statuses == {0: 0, 1: 0}, message
 
 
+def _hears_late() -> None:
+    """A slow network: the first node must not have ended by then."""
+    get = rendezvous.Rendezvous.get
+
+    def get_late(self, key: str):
+        if key == "over":
+            time.sleep(0.5)
+        return get(self, key)
+
+    rendezvous.Rendezvous.get = get_late
+
+
 @pytest.mark.release
-def test_a_node_that_does_not_come_is_reported(nodes):
-    statuses, message = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(1,))
-    assert statuses == {0: 2}
-    assert "1 of the nodes localhost[0-1] did not come within 3 s; here: n0" in message
+def test_a_node_that_does_not_come_is_reported(tpi, nodes):
+    four = Nodes(tpi, 4)
+    statuses, message = four(*here(four), "slurm.rendezvous_timeout=9", absent=(2, 3), before={1: _hears_late})
+    assert statuses == {0: 2, 1: 2}
+    assert "2 of the nodes localhost[0-3] did not come within 9 s; here: n0, n1" in message
+    assert "does not answer" not in message
     statuses, message = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(0,))
     assert statuses == {1: 2}
     assert "n1 did not reach the first of localhost[0-1] at 127.0.0.1, port " in message

@@ -13,7 +13,7 @@ import pytest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Restart
-from tp_invariant_recipes.multinode import rendezvous
+from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
 from tp_invariant_recipes.runs.restarts import consecutive_failures
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -171,3 +171,20 @@ def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monk
         return
     with pytest.raises(RunError, match=r"^n2 of n\[0-2\] has sent no heartbeat for 0 s"):
         looks()
+
+
+def test_a_node_that_waits_for_the_end_of_the_run_sees_it_between_two_looks(first, tmp_path, monkeypatch):
+    stopped = Stop(requests=1)
+    second = rendezvous.Rendezvous(SECOND, tmp_path / "run", stopped, 5)
+    over, get = rendezvous.Over("stopped"), second.get
+
+    def get_late(key: str) -> object:
+        """The first node says it right after this one has looked."""
+        value = get(key)
+        if key == "over":
+            first.set("over", over)
+        return value
+
+    monkeypatch.setattr(second, "get", get_late)
+    assert agent._run_other_node(second, None) == over
+    assert first.get("left/1") is True
