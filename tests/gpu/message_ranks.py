@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.distributed.guard_faults import compared
 from tp_invariant_recipes.features.guard.collectives import CollectiveNet
 from tp_invariant_recipes.kernels.message_digest import add_digests, words
 from tp_invariant_recipes.numerics.sums import symmetric_memory
@@ -106,7 +107,7 @@ def said(kind, memory, graph):
     symmetric_memory.choose("always" if memory else "never")
     mesh = VirtualMesh.from_group(8, dist.group.WORLD)
     flag, findings = torch.zeros((), dtype=torch.int32, device="cuda"), []
-    net = CollectiveNet(1, dist.get_rank())
+    net, gloo = CollectiveNet(1, dist.get_rank()), dist.new_group(backend="gloo")
     with planted(kind, memory, flag), applied(net.replacements()):
         net.start([], torch.device("cuda"))
         replayed = torch.cuda.CUDAGraph() if graph else None
@@ -115,7 +116,7 @@ def said(kind, memory, graph):
             net.step_begins(number)
             if graph and number == 1:
                 net.step_ends()
-                net.compared()
+                compared(net, gloo)
                 net.step_begins(number)
                 with torch.cuda.graph(replayed):
                     kind(mesh)
@@ -124,7 +125,7 @@ def said(kind, memory, graph):
             else:
                 kind(mesh)
             net.step_ends()
-            finding = net.compared()
+            finding = compared(net, gloo)
             findings.append(finding and f"{finding.step} {finding.where}")
         net.close()
     return findings

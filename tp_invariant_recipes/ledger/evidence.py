@@ -19,9 +19,9 @@ SUFFIX = ".evidence"
 LARGEST = 4096 * MIB
 _METADATA = "evidence"
 
-# What has found the corrupted values.
-PRODUCT, ATTENTION, OPTIMIZER = "product", "attention", "optimizer"
-REPLICAS, MEMORY, SHADOW, COLLECTIVES = "replicas", "memory", "shadow", "collectives"
+# What has found the corrupted values; the most specific first.
+DETECTORS = ("product", "attention", "optimizer", "memory", "collectives", "shadow", "replicas")
+PRODUCT, ATTENTION, OPTIMIZER, MEMORY, COLLECTIVES, SHADOW, REPLICAS = DETECTORS
 
 
 @dataclass(frozen=True)

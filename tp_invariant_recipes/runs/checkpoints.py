@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MANIFEST = "tpi-manifest.json"
 OF_FSDP = "DTensors of Megatron-FSDP"  # the form of an optimizer's state; the weights have it, too
 ASIDE = "set-aside"
+UNTRUSTED = "untrusted.json"  # of a guard
 _ITERATION = re.compile(r"iter_(\d{7})")
 _THREADS = 16  # at most, that read at once; reading and hashing hold no GIL
 
@@ -263,36 +264,28 @@ def evidence_file(run_dir: "RunDir", step: int, rank: int) -> Path:
     return run_dir.guard / f"step-{step}-rank-{rank}{SUFFIX}"
 
 
-def distrust(run_dir: "RunDir", rank: int, untrusted: Untrusted) -> None:
-    """Note, before this rank ends, which checkpoints are not trusted. Raises OSError."""
+def distrust(run_dir: "RunDir", untrusted: Untrusted) -> None:
+    """Note, before the run ends, which checkpoints are not trusted. Raises OSError."""
     run_dir.guard.mkdir(parents=True, exist_ok=True)
-    write_atomically(run_dir.guard / f"untrusted-rank-{rank}.json", json.dumps(untrusted.as_json()))
+    write_atomically(run_dir.guard / UNTRUSTED, json.dumps(untrusted.as_json()))
 
 
 def unsettled(run_dir: "RunDir") -> Untrusted | None:
-    """Return what ranks have noted since the last `settle`, together; None: nothing. CheckpointError: it is damaged."""
+    """Return what was noted since the last `settle`; None: nothing. CheckpointError: it is damaged."""
+    file = run_dir.guard / UNTRUSTED
     try:
-        notes = [checked(Untrusted, parse_json(read_limited(file, MIB))) for file in _noted(run_dir)]
+        return checked(Untrusted, parse_json(read_limited(file, MIB))) if file.exists() else None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{run_dir.guard}: which checkpoints are trusted cannot be read: {error}") from error
-    if not notes:
-        return None
-    hosts = {host for note in notes for host in note.hosts}
-    return Untrusted(min(note.trusted for note in notes), tuple(sorted(hosts)))
+        raise CheckpointError(f"{file}: which checkpoints are trusted cannot be read: {error}") from error
 
 
 def settle(run_dir: "RunDir") -> Untrusted | None:
     """Set untrusted checkpoints aside, and return what was noted. CheckpointError: it cannot be read."""
     untrusted = unsettled(run_dir)
-    if untrusted is not None and run_dir.checkpoints.is_dir():
+    if untrusted is not None:
         quarantine(run_dir.checkpoints, after=untrusted.trusted)
-    for file in _noted(run_dir):
-        file.unlink()
+        (run_dir.guard / UNTRUSTED).unlink()
     return untrusted
-
-
-def _noted(run_dir: "RunDir") -> list[Path]:
-    return sorted(run_dir.guard.glob("untrusted-rank-*.json"))
 
 
 def write_good(run_dir: "RunDir", step: int) -> None:

@@ -2,15 +2,24 @@
 """Broken hardware, planted: a run notices it, names it, and leaves evidence that another machine judges."""
 
 import json
+import os
 import re
+import time
+from contextlib import suppress
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed.guard_faults import InTransit, Planted
 from tests.distributed.layouts.rows import NEXT
+from tests.distributed.ranks import on_ranks
 from tests.distributed.scenario import unequal
 from tests.distributed.small_models import RECOMPUTED, small
+from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import checkpoints
@@ -162,6 +171,79 @@ def test_weights_and_the_optimizers_state(tpi, portable_loops, kernel, numerics)
     assert re.search(r"^rank 1 on ", message, re.MULTILINE)
     if kernel in ("adam", "moment"):
         tpi("check", files(tpi)[0], status=1)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("late", (0, 1))
+def test_the_message_does_not_depend_on_whose_judge_is_faster(tpi, late):
+    """Both ranks see that replicas differ, and rank 1 alone sees that its memory has changed."""
+
+    def plant() -> None:
+        from tp_invariant_recipes.features.guard import judge
+
+        Planted("memory", always=True, bit=3, width=4096).plant()
+        decided = judge._decided
+
+        def decide(*case):
+            finding = decided(*case)
+            time.sleep(2 if finding and os.environ["RANK"] == str(late) else 0)
+            return finding
+
+        judge._decided = decide
+
+    words = (*DENSE, "seq=64", "iters=60", "guard=products", "dp=2")
+    message = guard_message(tpi, SimpleNamespace(plant=plant), *words)
+    assert "changed in memory" in message
+    assert "one of these" not in message
+    assert [file.name.partition("-rank-")[2] for file in files(tpi)] == ["1.evidence"]
+
+
+def endings(mesh, rows):
+    """Of each row the message with which a run ends, and how many findings this rank reports."""
+    from tp_invariant_recipes.features.guard import callback
+    from tp_invariant_recipes.features.guard.judge import Judge, SilentDataCorruption
+
+    def decide(finding, late):
+        time.sleep(0.05 if late else 0)
+        return finding
+
+    results = []
+    for late, (of_ranks, _) in product((0, 1), rows):
+        guard = object.__new__(callback.Guard)
+        guard.rank, guard._net, guard._gloo, guard._judge = mesh.rank, None, dist.group.WORLD, Judge()
+        guard._reporter, guard.trusted = Mock(), int
+        for step, detector, ranks in of_ranks[mesh.rank]:
+            finding = SilentDataCorruption(detector, step, f"by {mesh.rank}", ranks)
+            guard._judge.submit(partial(decide, finding, late == mesh.rank))
+        guard._judge.begin()
+        ends = ""
+        with suppress(HardwareFault):
+            guard._end_if_any(guard._judge.decided())
+            ends = "not"
+        guard._judge.close()
+        reported = [call.args for call in guard._reporter.report.call_args_list]
+        results.append((ends, [(said.step, said.detector, said.where, trusted) for said, trusted in reported]))
+    return results
+
+
+BOTH = (3, evidence.REPLICAS, (0, 1))
+MEMORY, ADAM = (9, evidence.MEMORY, (1,)), (10, evidence.OPTIMIZER, (1,))
+# What ranks 0 and 1 have found -> what is reported: step, detector, rank, and the earliest step of all findings.
+ENDINGS = (
+    (([], []), None), (([BOTH], [BOTH]), (3, evidence.REPLICAS, "by 0", 3)),
+    (([BOTH], [BOTH, MEMORY]), (9, evidence.MEMORY, "by 1", 3)),
+    (([BOTH], [ADAM]), (10, evidence.OPTIMIZER, "by 1", 3)),
+    (([(10, evidence.PRODUCT, (0,))], [MEMORY]), (9, evidence.MEMORY, "by 1", 9)),
+    (([(9, evidence.REPLICAS, (1,))], [ADAM, MEMORY]), (9, evidence.MEMORY, "by 1", 9)),
+)  # fmt: skip
+
+
+def test_the_surest_finding_ends_all_ranks_whosever_judge_is_slow():
+    """It has the fewest suspects, is of the earliest step, and the most specific. One rank reports it."""
+    results = zip(*on_ranks(2, 2, endings, ENDINGS), strict=True)
+    for (late, (_, reported)), of_ranks in zip(product((0, 1), ENDINGS), results, strict=True):
+        assert {ends for ends, _ in of_ranks} == {"" if reported else "not"}, (late, reported)
+        assert [said for _, all_said in of_ranks for said in all_said] == ([reported] if reported else []), late
 
 
 # Another layout, model or mode.

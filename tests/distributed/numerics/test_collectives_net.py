@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.guard_faults import Done, InTransit
+from tests.distributed.guard_faults import Done, InTransit, compared
 from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.features.guard.collectives import CollectiveNet, Slot, found
@@ -94,7 +94,7 @@ def watched(mesh, faults, share):
                 net.step_begins(now.step)
                 got += [*step(mesh, now.step), uneven(mesh, now.step)]
                 net.step_ends()
-                said += [net.compared()]
+                said += [compared(net)]
             net.close()
         for name, method in methods.items():
             setattr(dist.ProcessGroup, name, method)
@@ -165,7 +165,7 @@ def many(mesh, steps, share):
             for _ in range(8):
                 tree.all_gather(torch.randn(40) * number, mesh)
             net.step_ends()
-            said += [net.compared()]
+            said += [compared(net)]
         net.close()
     return net.messages, {finding and finding.where for finding in said}
 

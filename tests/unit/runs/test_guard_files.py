@@ -51,12 +51,11 @@ def test_evidence_is_read_as_written(tmp_path):
     ]
 
 
-def test_checkpoints_after_the_earliest_trusted_step_are_set_aside_once(tmp_path):
+def test_checkpoints_after_the_trusted_step_are_set_aside_once(tmp_path):
     run_dir = RunDir(tmp_path)
     saved(run_dir, 5, 10, 15, 20)
     assert checkpoints.settle(run_dir) is None
-    checkpoints.distrust(run_dir, 0, Untrusted(15, ("n1",)))
-    checkpoints.distrust(run_dir, 3, Untrusted(10, ("n2",)))
+    checkpoints.distrust(run_dir, Untrusted(10, ("n1", "n2")))
     assert checkpoints.settle(run_dir) == Untrusted(10, ("n1", "n2"))
     assert [item.step for item in checkpoints.finished(run_dir.checkpoints)] == [5, 10]
     saved(run_dir, 15)
@@ -66,8 +65,8 @@ def test_checkpoints_after_the_earliest_trusted_step_are_set_aside_once(tmp_path
 
 def test_a_note_that_cannot_be_read_is_no_trust(tmp_path):
     run_dir = RunDir(tmp_path)
-    checkpoints.distrust(run_dir, 0, Untrusted(15))
-    (tmp_path / "guard" / "untrusted-rank-0.json").write_text("{")
+    checkpoints.distrust(run_dir, Untrusted(15))
+    (tmp_path / "guard" / checkpoints.UNTRUSTED).write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoints.settle(run_dir)
 

@@ -5,19 +5,22 @@ value.
     when                                  what
     a step begins                         which of its GEMMs are sampled; messages are digested until it ends
     its passes, of a recomputation on another replica          shadow.py
-    before the optimizer's step           what the last step's messages were is compared (collectives.py);
-                                          the judge begins with what the last step left; samples are copied for it;
+    before the optimizer's step           ranks tell each other whether the judge has found anything, and compare
+                                          what the last step's messages were (collectives.py); the judge begins
+                                          with what the last step left; samples are copied for it;
                                           weights of all replicas, and memory between the two steps, are compared
     after it                              elements of it are computed again; what lies in memory now is digested
-    a checkpoint, the end of training     all that is undecided is waited for, on all ranks
+    a checkpoint, the end of training     all that is undecided is decided, on all ranks
 
-What the judge finds ends the run when the next of these comes. No checkpoint counts before.
+No checkpoint counts before. A finding of any rank ends all ranks in the same step, with the finding that comes first
+in SilentDataCorruption.order: a message does not depend on which rank, or which detector, was faster.
 """
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import CallbackContext
 from megatron.core import parallel_state
@@ -37,7 +40,6 @@ from tp_invariant_recipes.features.guard.shadow import (
     of_replicas,
     replacement,
 )
-from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.gemm import sampling
 from tp_invariant_recipes.numerics.gemm.judge import require_definition
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
@@ -51,7 +53,6 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
-PROOFS = (evidence.PRODUCT, evidence.ATTENTION)  # of one rank alone
 ELSEWHERE = "its own recomputation at other offsets of the launches, which differs"
 
 
@@ -68,11 +69,11 @@ class Guard(AroundOptimizerStep):
         self._shadow: Shadow | None = None
         self._judge: Judge | None = None
         self._step = 0
-        self._in_doubt = False
         self._gathers_later = bool(config.section("ddp").get("overlap_param_gather"))
         self._captures = cuda_graphs.requested(config.model)
         share = SHARES.get(self.settings.collectives) if config.layout.world > 1 else None
         self._net = CollectiveNet(share, rank) if share else None
+        self._gloo: dist.ProcessGroup | None = None
 
     def replacements(self) -> tuple[Replacement, ...]:
         """Return what the nets replace, for the time of training."""
@@ -98,13 +99,14 @@ class Guard(AroundOptimizerStep):
             distance, data_shards = rank_distance(self.config), self.config.numerics.data_shards or 1
             site = site_of(context)
             self._shadow = Shadow(distance, data_shards, names, context.state, site, self._judge_pairs)
+        if self.config.layout.world > 1:
+            self._gloo = dist.new_group(backend="gloo")
         if self._net is not None:
             self._net.start(context.model, next(context.model[0].parameters()).device)
         sampling.use(self._sampler)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Raise HardwareFault."""
-        self._raise_finding()
+        """Count the step."""
         self._step = context.state.train_state.step + 1
         self._products.restart(self._step)
         if self._net is not None:
@@ -121,14 +123,13 @@ class Guard(AroundOptimizerStep):
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
         """Raise HardwareFault."""
-        self._compare_messages()
         if self._judge is not None:
+            self._end_if_any(self._judge.decided())
             self._judge.begin()
         self._products.hand_over(self._step)
         self._memory.look()
         if self._step > self._start + 1:
             self._replicas.compare(self._step - 1, range(TURNS) if self._in_full(self._step) else None)
-        self._raise_finding()
         self._draw.seed(f"{self._sampler.seed} {self._step}")
         self._adam.before(self._draw)
         yield
@@ -157,7 +158,7 @@ class Guard(AroundOptimizerStep):
             self._net.close()
         if self._judge is not None:
             print(
-                f"guard: {self._judge.decided} checks, {len(self._judge.findings)} of them detected silent "
+                f"guard: {self._judge.count} checks, {len(self._judge.findings)} of them detected silent "
                 f"data corruption; digests of {self._net.messages if self._net else 0} messages"
             )
             self._judge.close()
@@ -178,28 +179,27 @@ class Guard(AroundOptimizerStep):
         """Return whether a step is a recomputation on another replica, before which all memory is looked at."""
         return self._shadows and step % self.settings.every == 0
 
-    def _compare_messages(self) -> None:
-        if self._net is not None and (finding := self._net.compared()) is not None:
-            self._end_all_ranks(finding if self.rank == 0 else None)
-
     def _settle(self) -> None:
-        self._compare_messages()
         gather_weights(self._model)
         self._memory.look()
         if self._step > self._start:
             self._replicas.compare(self._step, range(TURNS))
         assert self._judge is not None
-        self._end_all_ranks(_surest(self._judge.wait()))
+        self._end_if_any(self._judge.wait())
 
-    def _raise_finding(self) -> None:
-        """Wait once, where this rank cannot tell which of several is wrong, for one that can and ends the run."""
-        finding = _surest(self._judge.poll()) if self._judge is not None else None
-        if finding is not None and (self._in_doubt or len(finding.ranks) == 1):
-            raise self._fault(finding)
-        self._in_doubt = finding is not None
+    def _end_if_any(self, findings: Sequence[SilentDataCorruption]) -> None:
+        """Raise HardwareFault if a rank has findings, or got another message than was sent. A collective of all ranks.
 
-    def _fault(self, finding: SilentDataCorruption) -> HardwareFault:
-        return self._reporter.report(finding, self.trusted(finding.step))
+        After a finding all that any rank has begun is decided: it may tell which of several suspects is wrong.
+        """
+        counts = torch.tensor([self._net.unbalanced() if self._net else 0, len(findings)])
+        if self._gloo is not None:
+            dist.all_reduce(counts, group=self._gloo)
+        unbalanced, found = counts.tolist()
+        if unbalanced and self._net is not None and (corrupted := self._net.unlike(self._gloo)) is not None:
+            self._end_run([corrupted])
+        if found and self._judge is not None:
+            self._end_run(self._judge.wait())
 
     def _judge_pairs(self, pairs: list[ReplicaPair], recompute: Recompute) -> None:
         """After the passes of a recomputation on another replica, on all ranks. Raises HardwareFault."""
@@ -215,7 +215,7 @@ class Guard(AroundOptimizerStep):
         first = narrowed(first, recompute(in_one_launch=False), group, "its own recomputation, which differs")
         self._products.hand_over(self._step)
         assert self._judge is not None
-        self._end_all_ranks(_surest([finding for finding in self._judge.wait() if finding.detector in PROOFS]))
+        self._end_run([finding for finding in self._judge.wait() if len(finding.ranks) == 1])
         suspicion = earliest(first)
         assert suspicion is not None
         if len(suspicion.ranks) > 1:
@@ -223,16 +223,23 @@ class Guard(AroundOptimizerStep):
             try:
                 moved = recompute(in_one_launch=True)
             except RuntimeError as error:  # such as too little memory; others may wait for this rank, and end with it
-                raise self._fault(suspicion.wrong_bits(self._step)) from error
+                finding = suspicion.wrong_bits(self._step)
+                raise self._reporter.report(finding, self.trusted(self._step)) from error
             suspicion = earliest(narrowed(first, moved, group, ELSEWHERE)) or suspicion
-        self._end_all_ranks(suspicion.wrong_bits(self._step) if self.rank == 0 else None)
+        self._end_run([suspicion.wrong_bits(self._step)])
 
-    def _end_all_ranks(self, finding: SilentDataCorruption | None) -> None:
-        """Raise HardwareFault on all ranks, with one message, if any has a finding."""
-        ranked_message = None if finding is None else (len(finding.ranks), str(self._fault(finding)))
-        if messages := [message for message in gathered(ranked_message) if message]:
-            raise HardwareFault(min(messages)[1])
+    def _end_run(self, findings: Sequence[SilentDataCorruption]) -> None:
+        """Raise HardwareFault on all ranks, with one message and one file of evidence, if any rank has findings.
 
-
-def _surest(findings: Sequence[SilentDataCorruption]) -> SilentDataCorruption | None:
-    return min(findings, key=lambda finding: len(finding.ranks), default=None)
+        No checkpoint from the earliest of all findings on is trusted. A collective of all ranks.
+        """
+        everyone = gathered([finding.order for finding in findings])
+        orders = [(order, rank) for rank, of_rank in enumerate(everyone) for order in of_rank]
+        if not orders:
+            return
+        first, reporter = min(orders)
+        message = None
+        if self.rank == reporter:
+            finding = next(finding for finding in findings if finding.order == first)
+            message = str(self._reporter.report(finding, self.trusted(min(order.step for order, _ in orders))))
+        raise HardwareFault(gathered(message)[reporter])

@@ -134,7 +134,6 @@ class CollectiveNet:
     def start(self, model: Sequence[Any], device: torch.device) -> None:
         """Before the first step, on all ranks."""
         self._table = torch.zeros(SLOTS, dtype=torch.int64, device=device)
-        self._gloo = dist.new_group(backend="gloo")
         self._modules.hook(model)
         symmetric_memory.listener[:] = [self.begin]
 
@@ -171,19 +170,21 @@ class CollectiveNet:
         total = (held * self._weights).sum()
         self._last = step, held, pinned(total) if total.is_cuda else total, launched()
 
-    def compared(self) -> SilentDataCorruption | None:
-        """Compare what ranks have sent and received in the step that ended last. A collective of all ranks."""
+    def unbalanced(self) -> int:
+        """Return this rank's number of the step that ended last: over all ranks they add up to 0, modulo 2^64."""
         if self._last is None:
-            return None
-        (step, held, total, done), self._last = self._last, None
+            return 0
+        _, _, total, done = self._last
         if done is not None:
             done.synchronize()
-        total = total.clone()
-        dist.all_reduce(total, group=self._gloo)
-        if not int(total):
-            return None
+        return int(total)
+
+    def unlike(self, group: Any) -> SilentDataCorruption | None:
+        """Compare what ranks have sent and received in that step. A collective of all ranks. group: Gloo's."""
+        assert self._last is not None
+        step, held, *_ = self._last
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, list(zip(self._slots, held.tolist(), strict=False)), group=self._gloo)
+        dist.all_gather_object(everyone, list(zip(self._slots, held.tolist(), strict=False)), group=group)
         return found(step, everyone)
 
     def begin(self, operation: str, group: Any, between: Sequence[int] = ()) -> Transfer | None:

@@ -11,12 +11,11 @@ optimizer and the passes, and would wait for Python's lock, up to sys.getswitchi
 
 import os
 import platform
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +34,14 @@ from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
+class Order(NamedTuple):
+    """Which of several findings is told. suspects: how many. detector: its number in evidence.DETECTORS."""
+
+    suspects: int
+    step: int
+    detector: int
+
+
 @dataclass(frozen=True)
 class SilentDataCorruption:
     """Wrong bits. detector … details: as of `Evidence`; ranks: the suspects.
@@ -51,6 +58,11 @@ class SilentDataCorruption:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
     portable: bool = False
+
+    @property
+    def order(self) -> Order:
+        """The finding with the fewest suspects comes first; of these the earliest step's, then the most specific."""
+        return Order(len(self.ranks), self.step, evidence.DETECTORS.index(self.detector))
 
 
 def described(rank: int) -> Suspect:
@@ -100,7 +112,7 @@ class Reporter:
         )
         evidence.write(file, written, finding.tensors)
         hosts = tuple(sorted({suspect.host for suspect in written.suspects}))
-        checkpoints.distrust(self.run_dir, self.rank, checkpoints.Untrusted(trusted, hosts))
+        checkpoints.distrust(self.run_dir, checkpoints.Untrusted(trusted, hosts))
         return HardwareFault(f"{written.text()}\n{self._checkpoints(trusted)}\nevidence: tpi check {file}")
 
     def _checkpoints(self, trusted: int) -> str:
@@ -112,53 +124,43 @@ class Reporter:
 
 
 Case = Callable[[], SilentDataCorruption | None]
-WAITING = 256  # cases; a rank whose host is slower than its processor then waits for it
 
 
 class Judge:
-    """Decides cases in their order. decided: how many. findings: of these."""
+    """Decides cases in their order. count: of the decided ones. findings: of these."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "guard")
         self._of_step: list[tuple[Case, Any]] = []
-        self._cases: deque[Future[SilentDataCorruption | None]] = deque()
+        self._begun: list[Future[SilentDataCorruption | None]] = []
         self.findings: list[SilentDataCorruption] = []
-        self.decided = 0
+        self.count = 0
 
     def submit(self, case: Case, stream: Any = None) -> None:
         """Have a case decided after the next `begin`. stream: whose work it may read; None: the current one."""
         self._of_step.append((case, launched(stream)))
 
     def begin(self) -> None:
-        """Have all cases decided that were submitted."""
-        for case, launched in self._of_step:
-            self._take(WAITING - 1)
-            self._cases.append(self._executor.submit(_decided, case, launched))
+        """Have the thread decide all cases that were submitted."""
+        self._begun += [self._executor.submit(_decided, case, launched) for case, launched in self._of_step]
         self._of_step = []
 
-    def poll(self) -> list[SilentDataCorruption]:
-        """Return the findings of the cases decided so far. Raises what a case has raised."""
-        while self._cases and self._cases[0].done():
-            self._take(len(self._cases) - 1)
-        return list(self.findings)
+    def decided(self) -> list[SilentDataCorruption]:
+        """Wait for the cases that the thread has begun, and return all findings. Raises what a case has raised."""
+        decided = [case.result() for case in self._begun]
+        self.count += len(decided)
+        self.findings += [finding for finding in decided if finding is not None]
+        self._begun = []
+        return self.findings
 
     def wait(self) -> list[SilentDataCorruption]:
-        """Wait until all cases are decided, then return what `poll` does."""
+        """Have all submitted cases decided, and return what `decided` does."""
         self.begin()
-        self._take(0)
-        return self.poll()
+        return self.decided()
 
     def close(self) -> None:
         """End the thread."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _take(self, most: int) -> None:
-        """Wait for the first cases, until at most so many are waiting."""
-        while len(self._cases) > most:
-            finding = self._cases.popleft().result()
-            self.decided += 1
-            if finding is not None:
-                self.findings.append(finding)
 
 
 def launched(stream: Any = None) -> Any:
