@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule, value_of
+from tp_invariant_recipes.check.rule import Rule, becomes, value_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import finetuning, low_precision
@@ -209,8 +209,11 @@ def unpadded(config: RunConfig, typed: Collection[str]) -> list[Problem]:
     return [Problem(value_of(key)(config), why) for key in keys if key in typed and config.at(key) and size != padded]
 
 
+_GATHERS = ("ddp.overlap_param_gather", "optimizer.overlap_param_gather")
+
+
 def _gathers_whole_weights(config: RunConfig) -> Problem | None:
-    keys = [key for key in ("ddp.overlap_param_gather", "optimizer.overlap_param_gather") if config.at(key)]
+    keys = [key for key in _GATHERS if config.at(key)]
     if not keys or config.at("optimizer.use_distributed_optimizer"):
         return None
     need = "optimizer.use_distributed_optimizer=true"
@@ -245,10 +248,10 @@ def _async_save(config: RunConfig) -> Problem | None:
     return Problem("", why, " ".join(wrong)) if wrong else None
 
 
-def _on_cpu(path: str, why: str, needs: Callable[[RunConfig], Any] = lambda t: True) -> Rule[RunConfig]:
+def _on_cpu(path: str, why: str, **more: Any) -> Rule[RunConfig]:
     """Return the rule that a field is for GPUs."""
     solve = f"{path}=false, or device=gpu"
-    return Rule(lambda t: t.device.kind == "cpu" and t.at(path), why, solve, needs=needs, head=value_of(path))
+    return Rule(lambda t: t.device.kind == "cpu" and t.at(path), why, solve, head=value_of(path), **more)
 
 
 def _resumable(path: str) -> Rule[RunConfig]:
@@ -259,6 +262,7 @@ def _resumable(path: str) -> Rule[RunConfig]:
 
 _PRECISION_AWARE = "optimizer.use_precision_aware_optimizer"
 _BIASES = "model.add_bias_linear"
+_BIAS_RATE = "model.moe_router_bias_update_rate"
 
 
 def _no_window(config: RunConfig) -> bool:
@@ -310,18 +314,20 @@ RULES: tuple[Rule[RunConfig], ...] = (
         "leave it out", needs=lambda t: t.data.kind == "text", head=value_of("tokenizer.vocab_size")),
     Rule(lambda t: t.at("dataset.reset_attention_mask"),
         "Megatron-Bridge trains without the data's mask, so documents would still see each other", "leave it out",
-        head=value_of("dataset.reset_attention_mask")),
-    Rule(_gathers_whole_weights),
-    _on_cpu(_PRECISION_AWARE, "it is Transformer Engine's Adam"),
-    Rule(lambda t: t.at(_PRECISION_AWARE) and not t.at("optimizer.use_distributed_optimizer"),
-        "it is a distributed optimizer", f"{_PRECISION_AWARE}=false, or optimizer.use_distributed_optimizer=true",
-        needs=lambda t: t.device.kind != "cpu", head=value_of(_PRECISION_AWARE)),
+        head=value_of("dataset.reset_attention_mask"), adjust=becomes(False, "dataset.reset_attention_mask")),
+    Rule(_gathers_whole_weights, adjust=becomes(False, " ".join(_GATHERS))),
+    Rule(lambda t: t.device.kind == "cpu" or not t.at("optimizer.use_distributed_optimizer"),
+        "it is Transformer Engine's distributed Adam",
+        f"{_PRECISION_AWARE}=false, or optimizer.use_distributed_optimizer=true and device=gpu",
+        needs=lambda t: t.at(_PRECISION_AWARE), head=value_of(_PRECISION_AWARE),
+        adjust=becomes(False, _PRECISION_AWARE)),
     Rule(_undistributed),
-    Rule(_async_save, needs=lambda t: t.at("checkpoint.async_save"), head=value_of("checkpoint.async_save")),
+    Rule(_async_save, needs=lambda t: t.at("checkpoint.async_save"), head=value_of("checkpoint.async_save"),
+        adjust=becomes("mcore", "checkpoint.async_strategy", unset=True)),
     _on_cpu("model.layernorm_zero_centered_gamma", "torch's LayerNorm has none",
         needs=lambda t: not t.numerics.invariant and t.model.get("normalization") != "RMSNorm"),
     Rule(finetuning.loses_bias, "checkpoints of adapters lack the experts' bias, so it must stay",
-        "model.moe_router_bias_update_rate=0", head=lambda t: "model.moe_router_bias_update_rate"),
+        f"{_BIAS_RATE}=0", head=lambda t: _BIAS_RATE, adjust=becomes(0, _BIAS_RATE, unset=True)),
     _resumable("checkpoint.save_optim"),
     _resumable("checkpoint.save_rng"),
     Rule(  # SIGTERM saves a checkpoint of every run, and digests have its names

@@ -13,6 +13,25 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
+class Adjusted:
+    """What a field of a recipe becomes where it breaks a rule, which costs no part of the result (`numerics.adjust`).
+
+    path: of the field. value: what it becomes, or a function of the run. unset: whether a field that the recipe does
+    not set becomes it, too. why: where the text of the rule does not say it.
+    """
+
+    path: str
+    value: Any
+    unset: bool = False
+    why: str = ""
+
+
+def becomes(value: Any, paths: str, *, unset: bool = False, why: str = "") -> tuple[Adjusted, ...]:
+    """Return what fields become. paths: separated by spaces."""
+    return tuple(Adjusted(path, value, unset, why) for path in paths.split())
+
+
+@dataclass(frozen=True)
 class Rule[Subject]:
     """A rule of a subject: of a RunConfig, or of a run as planned on a machine.
 
@@ -21,6 +40,7 @@ class Rule[Subject]:
     needs: whether the rule is about a subject; a test may rely on it.
     head:  the setting that the rule is about, as in "guard=shadow": the key of its problems, or before their keys.
     stock: whether numerics=stock avoids the rule.
+    adjust: what the invariant numerics set otherwise of a recipe that breaks the rule, in this order.
     """
 
     test: Callable[[Subject], Any]
@@ -29,6 +49,7 @@ class Rule[Subject]:
     needs: Callable[[Subject], Any] = lambda subject: True
     head: Callable[[Subject], str] | None = None
     stock: bool = False
+    adjust: tuple[Adjusted, ...] = ()
 
     @property
     def name(self) -> str:
@@ -77,12 +98,12 @@ def broken_rules[Subject](subject: Subject, rules: Iterable[Rule[Subject]]) -> l
 Test = Callable[[RunConfig], Any]
 
 
-def limit(test: Test, text: str = "", solve: str = "") -> Rule[RunConfig]:
+def limit(test: Test, text: str = "", solve: str = "", **more: Any) -> Rule[RunConfig]:
     """Return a limit of every run with invariant numerics."""
-    return limit_of(lambda t: True, test, text, solve)
+    return limit_of(lambda t: True, test, text, solve, **more)
 
 
-def limit_of(needs: Test, test: Test, text: str = "", solve: str = "") -> Rule[RunConfig]:
+def limit_of(needs: Test, test: Test, text: str = "", solve: str = "", **more: Any) -> Rule[RunConfig]:
     """Return a limit of those runs to which something applies."""
     return Rule(
         test,
@@ -91,6 +112,7 @@ def limit_of(needs: Test, test: Test, text: str = "", solve: str = "") -> Rule[R
         needs=lambda t: t.numerics.invariant and needs(t),
         head=lambda t: f"numerics={t.numerics.mode}",
         stock=True,
+        **more,
     )
 
 

@@ -10,21 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.check import cuda_graphs as graph_rules
+from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.check.invariant import invariance, shards
 from tp_invariant_recipes.check.invariant import model as model_rules
 from tp_invariant_recipes.check.invariant import modes as mode_rules
-from tp_invariant_recipes.check.invariant import training as training_rules
-from tp_invariant_recipes.check.rule import broken_rules
+from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.fields.catalogue import adjustable
 from tp_invariant_recipes.fields.field import NOT_SET, BridgeField, as_text
-from tp_invariant_recipes.numerics.layers.experts import expert_placement
 from tp_invariant_recipes.settings import (
     cuda_graphs,
     delta_net,
     environment,
     expert_groups,
     finetuning,
-    low_precision,
     muon,
     run_config,
 )
@@ -34,21 +32,17 @@ KEY = "numerics.adjust"
 PRECISION = "mixed_precision"
 _VARIABLES = "cluster.environment"
 
-_MASK = "attention is causal, and nobody reads the data's mask"
 _GRAPHS = "the invariant layers cannot be captured so"
-_PADDED = "the vocabulary is padded as at tp=1, in every layout"
 _CPU = "it needs a GPU"
 _CONTEXT = "so many ranks have whole heads, or whole sequences where nothing cuts them"
-_PACKING = f"dataset.{finetuning.PACKING}"
 _STAGES = "pp does not divide the layers"
-_WHOLE = "one rank computes an expert, and as many ranks share them all"
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """paths: of fields. value: what they become, or a function of the run. why: the reason. wrong: of
-    the run and a field's value, whether it is to be adjusted. unset: whether a field that the recipe does not set may
-    be wrong, too.
+    """paths: of fields. value: what they become, or a function of the run. why: the reason; empty: the problem's.
+    wrong: of the run and a field's value, whether it is to be adjusted, or the problems. unset: whether a field that
+    the recipe does not set may be wrong, too. objects: whether an object there is wrong, which no tree holds.
     """
 
     value: Any
@@ -56,6 +50,7 @@ class Adjustment:
     paths: tuple[str, ...]
     wrong: Callable[[RunConfig, Any], Any]
     unset: bool = False
+    objects: bool = False
 
 
 def _row(
@@ -65,15 +60,21 @@ def _row(
     wrong: Callable[[RunConfig, Any], Any] | None = None,
     *,
     unset: bool = False,
+    objects: bool = False,
 ) -> Adjustment:
     """Return a row of fields whose other values are refused."""
     wrong = wrong or (lambda t, was: (was or None) != (value or None))
-    return Adjustment(value, why, tuple(paths.split()), wrong, unset)
+    return Adjustment(value, why, tuple(paths.split()), wrong, unset, objects)
 
 
-def _by_row(path: str, field: BridgeField) -> Adjustment:
+def _of_field(path: str, field: BridgeField) -> Adjustment:
     """Return the adjustment of a field whose row in the catalogue says what other values become."""
-    return Adjustment(field.adjust_to, field.why, (path,), lambda t, was: not field.allowed.accepts(was))
+    return Adjustment(field.adjust_to, field.why, (path,), lambda t, was: not field.allowed.accepts(was), objects=True)
+
+
+def _of_rule(rule: Rule[RunConfig]) -> list[Adjustment]:
+    """Return the adjustments of a rule that says what a recipe gets in place of what it refuses."""
+    return [Adjustment(to.value, to.why, (to.path,), lambda t, was: rule.problems(t), to.unset) for to in rule.adjust]
 
 
 def _variable(variable: environment.Variable) -> Adjustment:
@@ -83,15 +84,6 @@ def _variable(variable: environment.Variable) -> Adjustment:
         return config.device.kind in variable.devices and was not in (variable.value, *variable.accepted)
 
     return Adjustment(value, variable.why, (f"{_VARIABLES}.{variable.name}",), wrong)
-
-
-def _examples(key: str, refused: Callable[[Any], bool]) -> Callable[[RunConfig, Any], bool]:
-    """Whether an option of a dataset of examples has a refused value, or none."""
-    return lambda t, was: finetuning.is_sft(t.section("dataset")) and refused((was or {}).get(key))
-
-
-def _with(key: str) -> Callable[[RunConfig], dict[str, Any]]:
-    return lambda t: {**(t.section("dataset").get("dataset_kwargs") or {}), key: True}
 
 
 def _recomputed(config: RunConfig) -> list[str]:
@@ -120,11 +112,6 @@ def _cannot_capture(config: RunConfig, was: Any) -> bool:
     )
 
 
-def _packs(key: str, wrong: Callable[[RunConfig, Mapping[str, Any]], Any]) -> Callable[[RunConfig, Any], bool]:
-    """Whether a run packs examples, and one of its settings is wrong."""
-    return lambda t, was: finetuning.packing(t) is not None and bool(wrong(t, {key: was}))
-
-
 def _largest_cp(config: RunConfig) -> int:
     """Return the largest cp, up to the recipe's, for which V shards share the heads; 1 where a model has no context
     shards.
@@ -151,36 +138,8 @@ def _is_unsaid(end: int) -> Callable[[RunConfig, Any], bool]:
     return unsaid
 
 
-def _shared_by(config: RunConfig) -> int:
-    """ep * etp ranks, where they can share whole experts."""
-    ep, experts = config.layout.ep, config.shape.experts
-    more = ep * config.layout.etp
-    return more if expert_placement.fits(experts, config.layout.tp, more) else ep
-
-
-def _splits_experts(config: RunConfig, was: Any) -> bool:
-    return bool(config.shape.experts) and config.layout.etp > 1
-
-
 def _is_above(config: RunConfig, cp: Any) -> bool:
     return cp not in (None, 1) and cp > _largest_cp(config)
-
-
-def _fuses_bias(config: RunConfig) -> bool:
-    """Whether an ungated activation adds the bias of the layer before it."""
-    fused = config.shape.biased and config.model.get("bias_activation_fusion")
-    return bool(fused) and not config.shape.gated
-
-
-def _padded_size(config: RunConfig) -> int:
-    multiple = config.model.get("make_vocab_size_divisible_by") or 128  # Megatron's default
-    return -(-config.shape.vocabulary // multiple) * multiple
-
-
-def _alone(config: RunConfig, was: Any) -> bool:
-    """Whether an optimizer that has to be distributed and on GPUs is not."""
-    distributed = config.section("optimizer").get("use_distributed_optimizer")
-    return bool(was) and (config.device.kind == "cpu" or not distributed)
 
 
 def _is_old_layer_wise(config: RunConfig, was: Any) -> bool:
@@ -207,78 +166,40 @@ def _vocabulary(config: RunConfig) -> int | None:
 
 
 ROWS: tuple[Adjustment, ...] = (
-    *(_by_row(path, field) for path, field in adjustable()),
-    # Without FSDP the optimizer is as sharded as the recipe says, and a model has memory from the beginning.
-    _row(False, "only FSDP gives it memory later", "model.init_model_with_meta_device"),
+    *(_of_field(path, field) for path, field in adjustable()),
+    # Without FSDP the optimizer is as sharded as the recipe says.
     _row(False, "DistributedDataParallel computes the same bits, for any numerics.data_shards", "ddp.use_megatron_fsdp "
          "dist.use_megatron_fsdp"),
-    _row("no_shard", "only FSDP reads it", "ddp.data_parallel_sharding_strategy",
-         lambda t, was: was not in (None, "no_shard") and not t.fsdp),
     _row("torch_dist", "only FSDP has that format", "checkpoint.ckpt_format",
          lambda t, was: was == run_config.FSDP_FORMAT and not t.fsdp),
     # The flag first: the new name does not say it.
     _row(True, "the old name has it", f"optimizer.{muon.LAYER_WISE}", _is_old_layer_wise, unset=True),
     _row(muon.MUON, "Megatron-Core's new name", "optimizer.optimizer", lambda t, was: was == muon.OLD_NAME),
-    _row(muon.WHOLE, "Muon's matrices are whole", f"optimizer.{muon.TP_MODE}",
-         lambda t, was: muon.computes(t.section("optimizer")) and was != muon.WHOLE, unset=True),
-    _row("mcore", "its writer sends the hashes of what it writes", "checkpoint.async_strategy",
-         lambda t, was: t.section("checkpoint").get("async_save") and was != "mcore", unset=True),
-    _row(False, "only a distributed optimizer gathers weights", "ddp.overlap_param_gather "
-         "optimizer.overlap_param_gather",
-         lambda t, was: was and not t.section("optimizer").get("use_distributed_optimizer")),
-    _row(False, "it is Transformer Engine's distributed Adam", "optimizer.use_precision_aware_optimizer", _alone),
+    *(row for rule in (*relations.RULES, *invariance.RULES) for row in _of_rule(rule)),
     _row("float32", "only that Adam has other moments", "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype",
          lambda t, was: (was or "float32") != "float32"
          and not t.section("optimizer").get("use_precision_aware_optimizer")),
-    _row(False, _MASK, "dataset.create_attention_mask dataset.reset_attention_mask"),
-    _row(_with("get_attention_mask_from_fusion"), _MASK, "dataset.dataset_kwargs",
-         _examples("get_attention_mask_from_fusion", lambda was: was is False)),
-    _row(_with("pad_to_max_length"), "how far an example is padded depends on no other one", "dataset.dataset_kwargs",
-         _examples("pad_to_max_length", lambda was: not was), unset=True),
-    _row(lambda t: training_rules.fitting(t, (finetuning.packing(t) or {}).get("pad_seq_to_mult") or 1),
-         "virtual shards divide each packed sequence", f"{_PACKING}.pad_seq_to_mult",
-         _packs("pad_seq_to_mult", training_rules.uneven)),
-    _row(False, "a row has the sequences that it holds", f"{_PACKING}.pad_cu_seqlens",
-         _packs("pad_cu_seqlens", lambda t, specs: specs["pad_cu_seqlens"])),
-    _row(False, "weights are kept in bf16, and quantized once a step", f"{PRECISION}.fp8_param "
-         f"{PRECISION}.fp8_param_gather", lambda t, was: was and low_precision.fp8_layers(t) is not None),
-    _row(False, "attention is in bf16, which is more exact", f"{PRECISION}.fp8_dot_product_attention "
-         f"{PRECISION}.fp8_multi_head_attention", lambda t, was: was and low_precision.fp8_layers(t) is not None),
-    _row(False, "gradients' memory holds gradients alone", f"{PRECISION}.{low_precision.REUSED}",
-         lambda t, was: was and low_precision.fp8_layers(t) is not None),
+    _row(False, "attention is causal, and nobody reads the data's mask", "dataset.create_attention_mask"),
     _row("fp32", "Megatron-Core's name of it", "model.moe_router_dtype", lambda t, was: was == "float32"),
-    _row(0, "checkpoints of adapters lack the experts' bias", "model.moe_router_bias_update_rate",
-         lambda t, was: finetuning.loses_bias(t), unset=True),
-    # Megatron's fused bias and GELU has tanh in place of erf, and so has this function.
-    _row("megatron.core.activations.fast_gelu", "the bias' fused GELU is this one", "model.activation_func",
-         lambda t, was: _fuses_bias(t) and str(was).endswith(".gelu")),
-    _row(False, "the layer itself has added its bias", "model.bias_activation_fusion", lambda t, was: _fuses_bias(t)),
     _row(False, "whether it is faster depends on the machine", f"model.{run_config.COMBINED} "
          f"{run_config.OVERLAPS}.{run_config.COMBINED}", lambda t, was: was),
-    _row(False, "it changes the sums' order", "model.apply_rope_fusion",
-         lambda t, was: was and model_rules.is_mla(t)),
     _row(True, "two interleaved stages would take each other's messages", "model.overlap_p2p_comm",
          lambda t, was: not was and (t.model.get("virtual_pipeline_model_parallel_size") or 1) > 1),
     _row(False, "messages that overlap are not in a batch", "model.batch_p2p_comm",
          lambda t, was: was and t.model.get("overlap_p2p_comm")),
-    _row(None, "multi-latent attention keeps what it computed", "model.recompute_granularity",
-         lambda t, was: was and model_rules.is_mla(t)),
     # The result is the same for any cp. C first: it follows cp where nobody has typed it.
     _row(_largest_cp, _CONTEXT, "numerics.context_shards", lambda t, was: was == t.layout.cp and _is_above(t, was)),
     _row(_largest_cp, _CONTEXT, "model.context_parallel_size", _is_above),
-    # So it is for any pp, ep and etp.
+    # So it is for any pp.
     *(_row(_of_stage(end), _STAGES, f"model.{field}", _is_unsaid(end), unset=True)
       for end, field in enumerate(run_config.UNEVEN)),
-    _row(_shared_by, _WHOLE, "model.expert_model_parallel_size", _splits_experts),
-    _row(1, _WHOLE, "model.expert_tensor_parallel_size", _splits_experts),
     _row(expert_groups.groups_of_run, "it follows the layout", "numerics.expert_groups",
          lambda t, was: was not in (None, expert_groups.groups_of_run(t))),
-    _row(_padded_size, _PADDED, "model.vocab_size", lambda t, was: t.model.get("should_pad_vocab")),
-    _row(False, _PADDED, "model.should_pad_vocab"),
     _row(_recomputed, "the layers of this run keep it", "model.recompute_modules",
          lambda t, was: bool(was) and _recomputed(t) != [*was]),
     _row(_capturable, _GRAPHS, "model.cuda_graph_modules",
-         lambda t, was: t.model.get("cuda_graph_impl") == cuda_graphs.TE and _capturable(t) not in (was, [])),
+         lambda t, was: t.model.get("cuda_graph_impl") == cuda_graphs.TE and _capturable(t) not in (was, []),
+         objects=True),
     _row("none", _GRAPHS, "model.cuda_graph_impl", _cannot_capture),
     _row(False, _CPU, "model.use_te_rng_tracker rng.te_rng_tracker", lambda t, was: was and t.device.kind == "cpu"),
     *map(_variable, environment.VARIABLES),
@@ -317,7 +238,7 @@ def adjust(
         name = path.removeprefix(f"{_VARIABLES}.")
         recipes = name == path or (was is not NOT_SET and was == variables.get(name))
         given = None if was is NOT_SET and row.unset else was
-        wrong = kept or (given is not NOT_SET and row.wrong(config, given))
+        wrong: Any = row.objects if kept else given is not NOT_SET and row.wrong(config, given)
         if not (recipes and wrong) or any(f"{path}.".startswith(f"{t}.") or t.startswith(f"{path}.") for t in typed):
             continue
         now = row.value(config) if callable(row.value) else row.value
@@ -326,7 +247,8 @@ def adjust(
         config = _set(config, path.split("."), now)
         if path == f"{PRECISION}.grad_reduce_in_fp32" and preset is not None:
             config = RunConfig({**config.sections, PRECISION: preset})
-        lines.append(f"{path}: {'an object' if kept else _text(was)} -> {_text(now)}: {row.why}")
+        why = row.why or wrong[0].text
+        lines.append(f"{path}: {'an object' if kept else _text(was)} -> {_text(now)}: {why}")
     return config, lines
 
 

@@ -72,7 +72,7 @@ MODEL = section(
         adjust_to="alltoall"),
     row(ANY, "moe_expert_capacity_factor moe_router_topk_scaling_factor", "experts", POSITIVE),
     row(ANY, "moe_router_group_topk moe_router_num_groups moe_router_topk", "experts", COUNT),
-    row(ANY, "init_method embedding_init_method output_layer_init_method init_model_with_meta_device "
+    row(ANY, "init_method embedding_init_method output_layer_init_method "
         "perform_initialization use_cpu_initialization", "weights"),
     row(ANY, "init_method_std embedding_init_method_std", "weights", POSITIVE),
     row(ANY, "autocast_dtype bf16 first_last_layers_bf16 fp4 fp8 params_dtype ~pipeline_dtype", "precision"),
@@ -145,6 +145,7 @@ MODEL = section(
     # Where tokens exceed the room, Megatron's PagedStashRunner computes the step again without both: it drops none.
     row(NULL, "moe_expert_rank_capacity_factor", _ROOM, adjust_to=None),
     row(_OFF, "moe_paged_stash", _ROOM, adjust_to=False),
+    row(_OFF, "init_model_with_meta_device", "only FSDP gives it memory later", adjust_to=False),
     row(NULL, "moe_mlp_glu_interleave_size", "gate and up stay one after the other", adjust_to=None),
     row(ON, "~disable_bf16_reduced_precision_matmul", "cuBLAS may add partial sums of a GEMM in bf16", adjust_to=True),
     row(_OFF, "~cpu_offloading ~fine_grained_activation_offloading", "activations stay where they are",

@@ -188,11 +188,13 @@ def test_what_a_recipe_leaves_to_bridges_default_is_adjusted():
 
 
 def test_an_object_is_replaced_and_no_longer_kept():
-    kept = ["model.attention_backend", "model.transformer_layer_spec"]
-    config = adjusted._set(TREE, ["recipe", "kept"], kept)
+    own = ["model.activation_func", "dataset.dataset_kwargs", "model.transformer_layer_spec"]
+    config = with_fields(TREE, recipe__kept=["model.attention_backend", *own], **_BIASED, dataset___target_=_SFT)
     done, lines = adjust(config, (), {}, None)
-    assert done.recipe.kept == ["model.transformer_layer_spec"]
-    assert lines == ["model.attention_backend: an object -> auto: it has no invariant version"]
+    assert done.recipe.kept == own  # an object decides what is computed
+    objects = [line for line in lines if "an object" in line]
+    assert objects == ["model.attention_backend: an object -> auto: it has no invariant version"]
+    assert not [path for path in own if any(line.startswith(f"{path}:") for line in lines)]
 
 
 def test_a_precision_with_fp32_sums_has_its_name():
@@ -204,13 +206,13 @@ def test_a_precision_with_fp32_sums_has_its_name():
 def test_of_mxfp8_what_the_products_do_without_is_adjusted():
     """A recipe's, not what is typed: that is refused (tests/unit/check/refusals.py)."""
     plain = {"bf16": True, "grad_reduce_in_fp32": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"}
-    others = ("fp8_param_gather", "fp8_dot_product_attention", "reuse_grad_buf_for_mxfp8_param_ag")
+    others = ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "fp8_dot_product_attention")
     config = adjusted._set(TREE, ["mixed_precision"], plain | dict.fromkeys(others, True))
     done, lines = adjust(config, (), {}, None)
     assert done.mixed_precision == plain | dict.fromkeys(others, False)
     assert [line.partition(":")[0].removeprefix("mixed_precision.") for line in lines] == [*others]
-    typed = f"mixed_precision.{others[1]}"
-    assert adjust(config, (typed,), {}, None)[0].mixed_precision[others[1]] is True
+    typed = f"mixed_precision.{others[2]}"
+    assert adjust(config, (typed,), {}, None)[0].mixed_precision[others[2]] is True
 
 
 def test_the_identity_has_what_is_trained():

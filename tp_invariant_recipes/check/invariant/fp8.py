@@ -11,7 +11,7 @@ import math
 from functools import partial
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Test, lacks, limit_of
+from tp_invariant_recipes.check.rule import Adjusted, Test, becomes, lacks, limit_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
@@ -29,6 +29,7 @@ SIZES = (
     families.VARIANT,
     *families.DELTA_SIZES,
 )
+_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 BLOCKWISE, MXFP8 = "blockwise", low_precision.MXFP8
 BLOCK = 128  # as of kernels/gemm/quantize.py, which imports torch
 # Recipe -> of what each part of a sum over features, and over tokens, is a multiple; as of kernels/gemm/mxfp8.py
@@ -55,6 +56,10 @@ def _sets(*names: str) -> Test:
     return lambda t: any(_fields(t).get(name) or t.model.get(name) for name in names)
 
 
+def _off(*names: str) -> tuple[Adjusted, ...]:
+    return becomes(False, " ".join(f"mixed_precision.{name}" for name in names))
+
+
 def _other_recipe(config: RunConfig) -> bool:
     return bool(config.mixed_precision) and not (
         low_precision.fp8_layers(config) is not None
@@ -74,11 +79,11 @@ LIMITS = (
     _row(lambda t: t.model.get("fp8"), "the precision decides what is in FP8", f"model.fp8=null, {_INSTEAD}"),
     _fp8(lacks(mode.FP8), mode.only(mode.FP8)),
     _fp8(_sets(*low_precision.FP8_WEIGHTS), "weights kept in FP8 between steps have scales of Megatron's",
-        "mixed_precision.fp8_param_gather=false"),
+        "mixed_precision.fp8_param_gather=false", adjust=_off(*low_precision.FP8_WEIGHTS)),
     _fp8(_sets(low_precision.REUSED), "gradients' memory holds gradients alone",
-        f"mixed_precision.{low_precision.REUSED}=false"),
-    _fp8(_sets("fp8_dot_product_attention", "fp8_multi_head_attention"), "attention in FP8 has no invariant version",
-        "mixed_precision.fp8_dot_product_attention=false, mixed_precision.fp8_multi_head_attention=false"),
+        f"mixed_precision.{low_precision.REUSED}=false", adjust=_off(low_precision.REUSED)),
+    _fp8(_sets(*_ATTENTION), "attention in FP8 has no invariant version",
+        ", ".join(f"mixed_precision.{name}=false" for name in _ATTENTION), adjust=_off(*_ATTENTION)),
     _fp8(lambda t: _fields(t).get("fp8_wgrad") is False, "weight gradients are in FP8, too",
         "mixed_precision.fp8_wgrad=true"),
     _fp8(lambda t: _fields(t).get("fp16") or not _fields(t).get("bf16", True), "what is not in FP8 is in bf16",

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 
-from tp_invariant_recipes.check.rule import Rule, cuts_sequences
+from tp_invariant_recipes.check.rule import Rule, becomes, cuts_sequences, limit_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -53,10 +53,10 @@ def _without(config: RunConfig) -> Problem | None:
 
 
 RULES: tuple[Rule[RunConfig], ...] = tuple(
-    Rule(test, needs=needs, head=lambda t: f"numerics={t.numerics.mode}", stock=True)
-    for test, needs in (
-        (_limits, lambda t: t.numerics.invariant and t.fsdp),
-        (_without, lambda t: t.numerics.invariant and not t.fsdp),
-        (_passes, lambda t: t.numerics.invariant and t.fsdp in ("optim_grads", "optim_grads_params")),
+    limit_of(needs, test, adjust=adjust)
+    for test, needs, adjust in (
+        (_limits, lambda t: t.fsdp, ()),
+        (_without, lambda t: not t.fsdp, becomes("no_shard", _STRATEGY)),
+        (_passes, lambda t: t.fsdp in ("optim_grads", "optim_grads_params"), ()),
     )
 )

@@ -2,6 +2,7 @@
 """The limits of the invariant numerics."""
 
 from functools import partial
+from typing import Any
 
 from tp_invariant_recipes.check.invariant import fp8, fsdp, shards
 from tp_invariant_recipes.check.invariant import model as model_rules
@@ -9,6 +10,7 @@ from tp_invariant_recipes.check.invariant import modes as mode_rules
 from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.check.rule import (
     Rule,
+    becomes,
     cuts_sequences,
     has,
     lacks,
@@ -46,6 +48,19 @@ def _precision(config: RunConfig) -> Problem | None:
     return Problem(f"mixed_precision={as_text(precision)}", "that precision has no invariant version", solve)
 
 
+def _fused_activation(config: RunConfig) -> Any:
+    """Megatron's fused bias and GELU has tanh in place of erf."""
+    function = config.model.get("activation_func")
+    return "megatron.core.activations.fast_gelu" if str(function).endswith(".gelu") else function
+
+
+def _padded_size(config: RunConfig) -> int:
+    multiple = config.model.get("make_vocab_size_divisible_by") or 128  # Megatron's default
+    return -(-config.shape.vocabulary // multiple) * multiple
+
+
+_PADDED = "the vocabulary is padded as at tp=1, in every layout"
+
 LIMITS = (
     limit(lambda t: t.numerics.initial_weights != "invariant", "Megatron draws other weights for every tp",
         "numerics.initial_weights=invariant"),
@@ -71,12 +86,15 @@ LIMITS = (
         "model.hybrid_layer_pattern"),
     *model_rules.NORM_LIMITS,
     limit(lambda t: (t.shape.biased and t.model.get("bias_activation_fusion") and not t.shape.gated),
-        "a bias fused into an ungated activation has no invariant version", "model.bias_activation_fusion=false"),
+        "a bias fused into an ungated activation has no invariant version", "model.bias_activation_fusion=false",
+        adjust=becomes(_fused_activation, "model.activation_func", why="the bias' fused GELU is this one")
+        + becomes(False, "model.bias_activation_fusion")),
     limit_of(cuts_sequences, lacks(mode.CONTEXT_SHARDS), mode.only(mode.CONTEXT_SHARDS),
         "cp=1, and leave numerics.context_shards out"),
     limit_of(lambda t: t.shape.hybrid, *uncut("Mamba layers go through a sequence in order, and have")),
     limit(has("should_pad_vocab"), "Megatron pads the vocabulary to a multiple of tp",
-        "model.should_pad_vocab=false"),
+        "model.should_pad_vocab=false", adjust=becomes(_padded_size, "model.vocab_size", why=_PADDED)
+        + becomes(False, "model.should_pad_vocab", why=_PADDED)),
     limit(
         # A program of its own may load its weights.
         lambda t: t.model.get("perform_initialization") is False and t.train,

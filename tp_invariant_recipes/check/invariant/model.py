@@ -6,6 +6,7 @@ from functools import partial
 from tp_invariant_recipes.check.rule import (
     Rule,
     Test,
+    becomes,
     has,
     lacks,
     limit,
@@ -61,10 +62,10 @@ LATENT_LIMITS = (
         "multi-latent attention with biases is not covered", "model.add_bias_linear=false, model.add_qkv_bias=false"),
     _latent_row(has("apply_rope_fusion"),
         "the fused rotation of multi-latent attention adds up the shared key's gradient in an order of its own",
-        "model.apply_rope_fusion=false"),
+        "model.apply_rope_fusion=false", adjust=becomes(False, "model.apply_rope_fusion")),
     _latent_row(has("recompute_granularity"),
         "recomputation of multi-latent attention was not shown to have the same bits",
-        "model.recompute_granularity=null"),
+        "model.recompute_granularity=null", adjust=becomes(None, "model.recompute_granularity")),
 )  # fmt: skip
 
 
@@ -215,6 +216,12 @@ def _owned(config: RunConfig) -> bool:
     return expert_placement.fits(config.shape.experts, config.layout.tp, config.layout.ep)
 
 
+def _shared_by(config: RunConfig) -> int:
+    """ep * etp ranks, where they can share whole experts."""
+    ep, more = config.layout.ep, config.layout.ep * config.layout.etp
+    return more if expert_placement.fits(config.shape.experts, config.layout.tp, more) else ep
+
+
 def routed(config: RunConfig, shards: int) -> int:
     """Return the number of router logits for a virtual shard of one context shard, or 0 if C is not valid."""
     contexts = config.numerics.context_shards or 1
@@ -251,7 +258,9 @@ def _counts_captured_sequences(config: RunConfig) -> bool:
 # Settings that a model with experts must not have, and the reason.
 EXPERT_LIMITS = (
     _expert_row(lacks(mode.EXPERTS), mode.only(mode.EXPERTS)),
-    _expert_row(lambda t: t.layout.etp > 1, "experts split over ranks have no invariant version", "etp=1"),
+    _expert_row(lambda t: t.layout.etp > 1, "experts split over ranks have no invariant version", "etp=1",
+        adjust=becomes(_shared_by, "model.expert_model_parallel_size")
+        + becomes(1, "model.expert_tensor_parallel_size")),
     _expert_row(lambda t: not _owned(t),
         "each expert needs one rank that computes it: of tp and ep one must divide the other, and both "
         "model.num_moe_experts"),

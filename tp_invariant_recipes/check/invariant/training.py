@@ -10,6 +10,7 @@ from tp_invariant_recipes.check.invariant import fp8
 from tp_invariant_recipes.check.rule import (
     Rule,
     Test,
+    becomes,
     cuts_sequences,
     has,
     lacks,
@@ -24,6 +25,8 @@ from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import cuda_graphs, finetuning, muon
 from tp_invariant_recipes.settings.run_config import RunConfig
+
+type OfSection = Callable[[RunConfig, Mapping[str, Any]], Any]
 
 # The limits of Muon, which orthogonalises whole matrices (numerics/megatron/muon.py).
 
@@ -42,7 +45,8 @@ def _unread(name: str) -> Test:
 
 MUON_LIMITS = (
     limit(lambda t: _computes(t) and _value(t, muon.TP_MODE) != muon.WHOLE,
-        "Muon would orthogonalise only a rank's shard of a matrix", f"optimizer.{muon.TP_MODE}={muon.WHOLE}"),
+        "Muon would orthogonalise only a rank's shard of a matrix", f"optimizer.{muon.TP_MODE}={muon.WHOLE}",
+        adjust=becomes(muon.WHOLE, f"optimizer.{muon.TP_MODE}", unset=True)),
     *(limit(_unread(name), f"optimizer.{name}: only Muon reads it", "leave it unset") for name in muon.READ),
     limit(lambda t: muon.is_layer_wise(t.section("optimizer")) and muon.owns_copies(t),
         "without data-parallel ranks Megatron-Core saves each copy of an expert as the only one",
@@ -55,8 +59,11 @@ MUON_LIMITS = (
 # What the invariant numerics cover of fine-tuning on examples.
 
 
+OPTIONS = "dataset.dataset_kwargs"
+
+
 def _options(config: RunConfig) -> Mapping[str, Any]:
-    return config.at("dataset.dataset_kwargs") or {}
+    return config.at(OPTIONS) or {}
 
 
 _example_row = partial(limit_of, lambda t: finetuning.is_sft(t.section("dataset")))
@@ -66,10 +73,12 @@ EXAMPLE_LIMITS = (
     _example_row(lacks(mode.FINETUNING), mode.only(mode.FINETUNING)),
     _example_row(lambda t: not _options(t).get("pad_to_max_length"),
         "how far an example is padded depends on the others of its rank",
-        "dataset.dataset_kwargs.pad_to_max_length=true"),
+        f"{OPTIONS}.pad_to_max_length=true",
+        adjust=becomes(lambda t: {**_options(t), "pad_to_max_length": True}, OPTIONS, unset=True)),
     _example_row(lambda t: _options(t).get("get_attention_mask_from_fusion") is False,
         "a mask of the data's own has no invariant version",
-        "dataset.dataset_kwargs.get_attention_mask_from_fusion=true"),
+        f"{OPTIONS}.get_attention_mask_from_fusion=true",
+        adjust=becomes(lambda t: {**_options(t), "get_attention_mask_from_fusion": True}, OPTIONS)),
     _example_row(cuts_sequences,
         "fine-tuning with context parallelism is not covered: a shard may have no token that counts",
         "cp=1, and leave numerics.context_shards out"),
@@ -81,13 +90,13 @@ EXAMPLE_LIMITS = (
 
 # What the invariant numerics cover of packed sequences (numerics/megatron/attention/packed.py).
 
-PADDED = "dataset.offline_packing_specs.pad_seq_to_mult"
+PADDED, _ENDS = (f"dataset.{finetuning.PACKING}.{name}" for name in ("pad_seq_to_mult", "pad_cu_seqlens"))
 WITHOUT = "dataset.enable_offline_packing=false"
 
 
-def _packed_row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], text: str, solve: str = "") -> Rule[RunConfig]:
+def _packed_row(wrong: OfSection, text: str, solve: str = "", **more: Any) -> Rule[RunConfig]:
     """wrong: of a run with packed sequences, and of how they are packed."""
-    return limit(lambda t: (specs := finetuning.packing(t)) is not None and wrong(t, specs), text, solve)
+    return limit(lambda t: (specs := finetuning.packing(t)) is not None and wrong(t, specs), text, solve, **more)
 
 
 def divisors(config: RunConfig) -> tuple[int, ...]:
@@ -103,8 +112,9 @@ def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
     return multiple < 2 or any(multiple % divisor for divisor in divisors(config))
 
 
-def fitting(config: RunConfig, multiple: int) -> int:
+def _fitting(config: RunConfig) -> int:
     """Return the next multiple of what packed sequences are padded to that fits; 8 where nothing says what does."""
+    multiple = (finetuning.packing(config) or {}).get("pad_seq_to_mult") or 1
     return max(2, math.lcm(multiple, *(divisors(config) or (8,))))
 
 
@@ -112,9 +122,8 @@ def _uneven_padding(config: RunConfig) -> Problem | None:
     specs = finetuning.packing(config)
     if specs is None or not uneven(config, specs):
         return None
-    multiple = specs.get("pad_seq_to_mult")
     text = "virtual shards, and blocks in low precision, divide each packed sequence, and its padding is told apart"
-    return Problem(f"{PADDED}={as_text(multiple)}", text, f"{PADDED}={fitting(config, multiple or 1)}")
+    return Problem(f"{PADDED}={as_text(specs.get('pad_seq_to_mult'))}", text, f"{PADDED}={_fitting(config)}")
 
 
 def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
@@ -125,10 +134,10 @@ def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
 
 PACKED_LIMITS = (
     _packed_row(lambda t, _: lacks(mode.PACKED)(t), mode.only(mode.PACKED), WITHOUT),
-    limit(_uneven_padding),
+    limit(_uneven_padding, adjust=becomes(_fitting, PADDED)),
     _packed_row(lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
         "the number of sequences differs from row to row, and a captured step has one",
-        "cuda_graph=off, dataset.offline_packing_specs.pad_cu_seqlens=false"),
+        f"cuda_graph=off, {_ENDS}=false", adjust=becomes(False, _ENDS)),
     _packed_row(lambda t, specs: t.device.kind == "cpu" and not uneven(t, specs) and _routed(t, specs) % VECTORS,
         f"on a CPU dataset.offline_packing_specs.pad_seq_to_mult / numerics.virtual_shards * model.num_moe_experts "
         f"must be a multiple of {VECTORS}"),
@@ -148,7 +157,7 @@ def of_experts(config: RunConfig, fields: Mapping[str, Any]) -> bool:
     return bool(config.shape.experts) and finetuning.of_feed_forward(fields)
 
 
-def _lora_row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], text: str, solve: str = "") -> Rule[RunConfig]:
+def _lora_row(wrong: OfSection, text: str, solve: str = "") -> Rule[RunConfig]:
     """wrong: of a run with adapters, and of its section."""
     return limit(lambda t: (fields := finetuning.section(t)) is not None and wrong(t, fields), text, solve)
 
