@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.sources.hf_family import FIELDS, Family
+from tp_invariant_recipes.sources.hf_family import FIELDS, PUBLISHED_LENGTH, Family
 
 WINDOW, WHOLE, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # kinds of layers
 
@@ -17,27 +17,11 @@ def _head(model: Mapping[str, Any]) -> int:
     return model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
 
 
-# --- Llama, Qwen2, Qwen3: layers of GPT models, told apart by three traits ---
-
-
-class Plain(Family):
-    """Layers that Bridge's GPT models have without a specification of their own."""
-
-    def has(self, model: Mapping[str, Any]) -> bool:
-        """As of Family."""
-        traits = (bool(model.get("add_qkv_bias")), bool(model.get("qk_layernorm")), bool(model.get("num_moe_experts")))
-        return traits == (self.qkv_bias, self.qk_norm, self.experts)
-
-
 # --- OLMoE ---
 
 
 class Olmoe(Family):
     """One norm has the queries of all heads, and one the keys."""
-
-    def has(self, model: Mapping[str, Any]) -> bool:
-        """As of Family."""
-        return families.family_of(model) == families.OF_ALL_HEADS
 
     def refused(self, model: Mapping[str, Any]) -> str | None:
         """As of Family."""
@@ -52,10 +36,6 @@ class Olmoe(Family):
 class Gemma3(Family):
     """Five layers with windows and angles of their own, then one without."""
 
-    def has(self, model: Mapping[str, Any]) -> bool:
-        """As of Family."""
-        return families.family_of(model) == families.TWO_BASES
-
     def of_model(self, key: str, sizes: Mapping[str, Any]) -> Any:
         """As of Family. Bridge's class has the window as Hugging Face counts it."""
         return sizes[key] ** -0.5 if key == "query_pre_attn_scalar" else sizes[key]
@@ -66,10 +46,6 @@ class Gemma3(Family):
         sizes = super().sizes(model) | {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
         return sizes | {"rope_theta": [*sizes["rope_theta"]]}
 
-    def layer_types(self, sizes: Mapping[str, Any]) -> list[str]:
-        """As of Family."""
-        return [WHOLE if number % 6 == 5 else WINDOW for number in range(sizes["num_hidden_layers"])]
-
     def rotary(self, rope: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family: the bases of layers with windows, and of the others."""
         local, others = rope[WINDOW], rope[WHOLE]
@@ -77,12 +53,10 @@ class Gemma3(Family):
             self.rope(parameters)
         return {"rope_theta": [local["rope_theta"], others["rope_theta"]], "rope_factor": None}
 
-    def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    def rope_parameters(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
-        settings = super().config(model)
-        bases = zip((WINDOW, WHOLE), settings["rope_parameters"]["rope_theta"], strict=True)
-        rope = {kind: {"rope_theta": base, "rope_type": "default"} for kind, base in bases}
-        return settings | {"rope_parameters": rope}
+        bases = zip((WINDOW, WHOLE), sizes["rope_theta"], strict=True)
+        return {kind: {"rope_theta": base, "rope_type": "default"} for kind, base in bases}
 
 
 # --- GPT-OSS ---
@@ -122,29 +96,15 @@ class GptOss(Family):
         sizes["sliding_window"] = model["window_size"][0] + 1 if model.get("window_size") else None
         return sizes
 
-    def layer_types(self, sizes: Mapping[str, Any]) -> list[str]:
-        """As of Family."""
-        return [(WINDOW, WHOLE)[number % 2] for number in range(sizes["num_hidden_layers"])]
-
     def rope(self, rope: Mapping[str, Any]) -> float | None:
         """As of Family."""
         if rope.get("rope_type") != "yarn" or any(rope.get(key) != value for key, value in _YARN.items()):
             raise ValueError(f"Bridge sets no rotary frequencies by {dict(rope)}")
         return float(rope["factor"])
 
-    def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    def rope_parameters(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
-        sizes = self.sizes(model)
-        rope = {"rope_theta": sizes.pop("rope_theta"), "rope_type": "yarn", "factor": sizes.pop("rope_factor"), **_YARN}
-        return {
-            **sizes,
-            "hidden_act": "silu",
-            **self.stated,
-            "attention_dropout": 0.0,
-            "layer_types": self.layer_types(sizes),
-            "max_position_embeddings": max(model["seq_length"], 131072),
-            "rope_parameters": rope,
-        }
+        return {"rope_theta": sizes["rope_theta"], "rope_type": "yarn", "factor": sizes["rope_factor"], **_YARN}
 
     def tensors(self, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """As of Family."""
@@ -211,10 +171,6 @@ class Glm45(Family):
             return [0] * dense + [1] * (sizes["num_hidden_layers"] - dense)
         return sizes[key] or None if key == DEPTHS else sizes[key]
 
-    def absent(self, key: str) -> tuple[Any, ...]:
-        """As of Family."""
-        return (0,) if key in ("first_k_dense_replace", DEPTHS) else ()
-
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family. Raises ValueError: dense layers stand elsewhere than first."""
         sizes = self._heads(model)
@@ -223,15 +179,6 @@ class Glm45(Family):
         sizes["routed_scaling_factor"] = float(sizes["routed_scaling_factor"] or 1.0)
         sizes |= {key: bool(sizes[key]) for key in ("use_qk_norm", "attention_bias")}
         return sizes | {"rope_factor": None, DEPTHS: sizes[DEPTHS] or 0}
-
-    def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """As of Family."""
-        sizes = self.sizes(model)
-        theta = {"rope_theta": sizes.pop("rope_theta"), "rope_type": "default", "partial_rotary_factor": 0.5}
-        del sizes["rope_factor"]
-        longest = max(model["seq_length"], 131072)
-        fixed = {"hidden_act": "silu", **self.stated}
-        return sizes | fixed | {"max_position_embeddings": longest, "rope_parameters": theta}
 
     def tensors(self, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """As of Family."""
@@ -301,10 +248,9 @@ class Qwen3Next(Family):
         layers = every if isinstance(every, list) else [(n + 1) % every != 0 for n in range(model["num_layers"])]
         return sizes | {_LAYERS: [_KINDS[bool(linear)] for linear in layers]}
 
-    def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    def rope_parameters(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
-        settings = super().config(model)
-        return settings | {"rope_parameters": settings["rope_parameters"] | {_ROTARY: settings[_ROTARY]}}
+        return super().rope_parameters(sizes) | {_ROTARY: sizes[_ROTARY]}
 
     def tensors(self, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """As of Family."""
@@ -342,6 +288,8 @@ GLM_45 = Glm45(
     *("Glm4MoeForCausalLM", "glm4_moe", "glm", "glm45_toy"),
     experts=True,
     partial=0.5,
+    length=PUBLISHED_LENGTH,
+    optional=("first_k_dense_replace", DEPTHS),
     lacks=("norm_topk_prob", "num_experts", "tie_word_embeddings"),
     more={
         "intermediate_size": FIELDS["intermediate_size"],
@@ -355,21 +303,25 @@ GLM_45 = Glm45(
     own=_GLM,
     stated={"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "tie_word_embeddings": False},
 )
-# The first that has a model's layers is the model's; those of PLAIN are in no order.
+# The first that has a model's layers is the model's. Those of PLAIN have layers of Bridge's GPT models without a
+# specification of their own, told apart by three traits; they are in no order.
 PLAIN = (
-    Plain("LlamaForCausalLM", "llama", "llama", "llama32_toy"),
-    Plain("Qwen2ForCausalLM", "qwen2", "qwen", "qwen25_toy", qkv_bias=True),
-    Plain("Qwen3ForCausalLM", "qwen3", "qwen", "qwen3_toy", qk_norm=True),
-    Plain("Qwen3MoeForCausalLM", "qwen3_moe", "qwen", "qwen3_moe_toy", qk_norm=True, experts=True),
+    Family("LlamaForCausalLM", "llama", "llama", "llama32_toy"),
+    Family("Qwen2ForCausalLM", "qwen2", "qwen", "qwen25_toy", qkv_bias=True),
+    Family("Qwen3ForCausalLM", "qwen3", "qwen", "qwen3_toy", qk_norm=True),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen", "qwen3_moe_toy", qk_norm=True, experts=True),
 )
 FAMILIES: tuple[Family, ...] = (
     Olmoe(*("OlmoeForCausalLM", "olmoe", "olmoe", "olmoe_toy"), qk_norm=True, experts=True, norm_of_all_heads=True,
+        layers=families.OF_ALL_HEADS,
         expert_size="intermediate_size",
         own={"share_embeddings_and_output_weights": (False, True), "qk_layernorm": (True, False)},
         stated={"clip_qkv": None}),
     Gemma3(
         *("Gemma3ForCausalLM", "gemma3_text", "gemma", "gemma3_1b"),  # a toy has other windows than any folder
         qk_norm=True,
+        layers=families.TWO_BASES,
+        kinds=(*[WINDOW] * 5, WHOLE),
         norms=(
             *("input_layernorm", "post_attention_layernorm"),
             *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -420,6 +372,7 @@ FAMILIES: tuple[Family, ...] = (
     GptOss(
         *("GptOssForCausalLM", "gpt_oss", "gpt_oss", "gpt_oss_toy"),
         experts=True,
+        kinds=(WINDOW, WHOLE),
         expert_size="intermediate_size",
         lacks=("norm_topk_prob", "num_experts", "tie_word_embeddings"),
         more={

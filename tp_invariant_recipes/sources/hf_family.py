@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tp_invariant_recipes.numerics.megatron import families
+
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 # In config.json -> the field of the model, and the default of Bridge's GPTModelProvider.
 FIELDS: dict[str, tuple[str, Any]] = {
@@ -70,7 +72,7 @@ FIXED = {
 }
 # Megatron-Core's constants of scaled frequencies (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-LLAMA31_LENGTH = 131072  # tokens; what such models are published for
+PUBLISHED_LENGTH = 131072  # tokens; what models with scaled frequencies, and GLM-4.5, are published for
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class Family:
     partial:     the part of a head's features that rotary positions turn; None: a size says it.
     more:        fields that others lack, or other defaults. lacks: keys of FIELDS that it has not.
     own:         what `shared` has otherwise. stated: as `fixed`.
+    optional:    sizes that are 0 where config.json lacks them.
+    layers:      the row of numerics/megatron/families that its models have; empty: `has` tells them by other traits.
+    kinds:       of layers, in turns, as `layer_types` has them; none: config.json does not list them.
+    length:      tokens that its models are published for; 0: those of a run.
     """
 
     architecture: str
@@ -104,10 +110,17 @@ class Family:
     stated: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     partial: float | None = 1.0
+    optional: tuple[str, ...] = ()
+    layers: str = ""
+    kinds: tuple[str, ...] = ()
+    length: int = 0
 
     def has(self, model: Mapping[str, Any]) -> bool:
         """Whether a model, a section `model` of a tree, has its layers."""
-        return False
+        if self.layers:
+            return families.family_of(model) == self.layers
+        traits = (bool(model.get("add_qkv_bias")), bool(model.get("qk_layernorm")), bool(model.get("num_moe_experts")))
+        return traits == (self.qkv_bias, self.qk_norm, self.experts)
 
     def refused(self, model: Mapping[str, Any]) -> str | None:
         """Return what its config.json cannot say of a model with its layers; None: nothing."""
@@ -135,7 +148,8 @@ class Family:
 
     def layer_types(self, sizes: Mapping[str, Any]) -> list[str] | None:
         """`layer_types` of config.json; None: the architecture has none."""
-        return None
+        kinds = self.kinds
+        return [kinds[number % len(kinds)] for number in range(sizes["num_hidden_layers"])] if kinds else None
 
     def of_model(self, key: str, sizes: Mapping[str, Any]) -> Any:
         """Return a size as the field of the model has it.
@@ -172,7 +186,7 @@ class Family:
 
         Empty: it is needed.
         """
-        return ()
+        return (0,) if key in self.optional else ()
 
     def spare(self, name: str, sizes: Mapping[str, Any]) -> bool:
         """Whether published folders have a tensor that Bridge does not read: Llama 2's have rotary frequencies."""
@@ -194,23 +208,31 @@ class Family:
             raise ValueError(f"Megatron-Core scales no rotary frequencies by {dict(rope)}")
         return None
 
+    def rope_parameters(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return rope_parameters of config.json, from which `rotary` reads these sizes."""
+        theta, factor = sizes["rope_theta"], sizes["rope_factor"]
+        if factor is not None:
+            return {"rope_theta": theta, "rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+        partial = {} if self.partial in (None, 1.0) else {"partial_rotary_factor": self.partial}
+        return {"rope_theta": theta, "rope_type": "default", **partial}
+
     def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return what config.json of a model holds beside the names of the architecture and the dtype."""
         sizes = self.sizes(model)
-        theta, factor = sizes.pop("rope_theta"), sizes.pop("rope_factor")
-        rope: dict[str, Any] = {"rope_type": "default"} if factor is None else {"rope_type": "llama3", "factor": factor}
-        rope |= {} if factor is None else LLAMA3_ROPE
+        rope = self.rope_parameters(sizes)
+        del sizes["rope_theta"]
+        length = PUBLISHED_LENGTH if sizes.pop("rope_factor") else self.length
         fixed = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
-        if self.experts:
+        if "num_experts" in sizes:
             fixed |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
         kinds = self.layer_types(sizes)
         return {
-            **sizes,
             **fixed,
+            **sizes,
             **self.stated,
             **({} if kinds is None else {"layer_types": kinds}),
-            "max_position_embeddings": max(model["seq_length"], LLAMA31_LENGTH if factor else 0),
-            "rope_parameters": {"rope_theta": theta, **rope},
+            "max_position_embeddings": max(model["seq_length"], length),
+            "rope_parameters": rope,
         }
 
     def tensors(self, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
