@@ -172,12 +172,12 @@ def _train_on_nodes(request: "RunRequest", console: "Console") -> None:
     """Run this node's part of the run. Outside of a step, replace this process by srun, which starts all nodes."""
     from tp_invariant_recipes.features.train.result import start_lines
     from tp_invariant_recipes.launch import progress, ranks
-    from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous
+    from tp_invariant_recipes.multinode import agent, rendezvous, srun
     from tp_invariant_recipes.runs import overview
 
     place = rendezvous.node_info(os.environ)
     if place is None:
-        allocation_run.exec_srun(request)
+        srun.exec_srun(request)
 
     @contextmanager
     def watch(planned: "Plan") -> Iterator[Callable[[], None]]:
@@ -189,7 +189,7 @@ def _train_on_nodes(request: "RunRequest", console: "Console") -> None:
         terminal.print_line(console, line)
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
-        task = allocation_run.node_task(request, watch, remark)
+        task = agent.NodeTask.of(request, watch, remark)
         result = agent.run(place, task, stop)
     if result.outcome is None and place.first:
         raise RunError(result.why or "the run failed")

@@ -17,7 +17,7 @@ from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.jobs import registry, slurm_client
-from tp_invariant_recipes.multinode import srun_command
+from tp_invariant_recipes.multinode import srun
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.runs.sweep_dir import Omission
@@ -87,20 +87,20 @@ def training(config: RunConfig, allocated: Allocation, *, name: str, about: str,
 
 def train(job: Job, config: RunConfig, model: str, overrides: Sequence[Override], run: Path) -> str:
     """Return the script of one run. overrides: all but run.dir and launcher."""
-    srun_ = ("srun", *srun_command.arguments(config, [run, *cluster_files(overrides)]))
+    srun_ = ("srun", *srun.arguments(config, [run, *cluster_files(overrides)]))
     words = texts(overrides)
-    return _render("train", job=job, srun=srun_, tpi=srun_command.tpi(config), model=model, overrides=words, run=run)
+    return _render("train", job=job, srun=srun_, tpi=srun.tpi(config), model=model, overrides=words, run=run)
 
 
 def array(job: Job, config: RunConfig, model: str, cells: Sequence[ConfigurationStep], directory: Path) -> str:
     """Return the script of the configurations of a verify, each in a directory of its name in `directory`."""
-    return _render("array", job=job, tpi=srun_command.tpi(config), model=model, cells=cells, directory=directory)
+    return _render("array", job=job, tpi=srun.tpi(config), model=model, cells=cells, directory=directory)
 
 
 def judge(job: Job, config: RunConfig, directory: Path, needed: Sequence[Path]) -> str:
     """Return the script that judges the configurations when all have ended. needed: the paths that it reads."""
-    step = [*config.cluster.srun_options, *srun_command.container(config, needed)]
-    return _render("judge", job=job, step=step, tpi=srun_command.tpi(config), directory=directory)
+    step = [*config.cluster.srun_options, *srun.container(config, needed)]
+    return _render("judge", job=job, step=step, tpi=srun.tpi(config), directory=directory)
 
 
 def log_in(folder: Path, name: str) -> str:

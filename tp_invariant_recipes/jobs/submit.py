@@ -39,7 +39,7 @@ from tp_invariant_recipes.launch.resume import (
 )
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.multinode import srun_command
+from tp_invariant_recipes.multinode import srun
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.settings import run_config
 from tp_invariant_recipes.settings.keys import nearest
@@ -203,9 +203,7 @@ def _array_scripts(
     path, name = where.path, f"tpi-{where.path.name}"
     job = script.training(config, allocated, name=name, about=about, log=script.log_in(where.logs, "job-%A_%a.log"))
     steps = [
-        ConfigurationStep(
-            cell.name, ("srun", *srun_command.arguments(configs[cell.name], [path, *files])), cell.overrides
-        )
+        ConfigurationStep(cell.name, ("srun", *srun.arguments(configs[cell.name], [path, *files])), cell.overrides)
         for cell in verification.matrix.cells
     ]
     shorter = job_rules.parse_time(job.time) < job_rules.parse_time(JUDGE_TIME)

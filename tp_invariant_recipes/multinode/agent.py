@@ -20,10 +20,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.check.hosts.job import misfits
 from tp_invariant_recipes.config.compose import Composed
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, refuse
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, lines, refuse
 from tp_invariant_recipes.launch import local, ranks, record, resume, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
@@ -49,11 +51,12 @@ from tp_invariant_recipes.runs import checkpoints, restarts
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import environment, run_config
-from tp_invariant_recipes.settings.sections import SlurmSettings
 from tp_invariant_recipes.training.heartbeat import limits
 
 START_TIMEOUT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
 END_TIMEOUT = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"
+
+Watch = Callable[[Plan], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,18 @@ class NodeTask:
     request: RunRequest
     composed: Composed
     run_dir: RunDir
-    watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]
+    watch: Watch
     remark: Callable[[str], None]
 
-    @property
-    def slurm(self) -> SlurmSettings:
-        """The section `slurm` of the run."""
-        return self.composed.config.slurm
+    @classmethod
+    def of(cls, request: RunRequest, watch: Watch, remark: Callable[[str], None]) -> "NodeTask":
+        """Compose the run. Raises ConfigError."""
+        composed = request.composed()
+        refuse(lines(misfits(composed.config)))
+        where = request.resume or composed.config.run.dir
+        if where is None:
+            raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
+        return cls(request, composed, RunDir(Path(where).expanduser()), watch, remark)
 
 
 def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
@@ -86,7 +94,7 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
 
     os.environ.update(environment.of_run(task.composed.config))  # before torch is imported
     bridge.load()  # now, while the other nodes do the same
-    rendezvous = Rendezvous(node, task.run_dir.path, stop, task.slurm.rendezvous_timeout)
+    rendezvous = Rendezvous(node, task.run_dir.path, stop, task.composed.config.slurm.rendezvous_timeout)
     return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
 
 
@@ -146,7 +154,8 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
 
 def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int) -> Over:
     """Make one attempt. number: counts this job's attempts from the same step. Raises as `_plan_and_train`."""
-    tries = task.slurm.tries
+    slurm = planned.config.slurm
+    tries = slurm.tries
     if number > tries:
         raise RunError(
             f"{tries} starts in a row began at step {planned.start}, and none reached another checkpoint; no more "
@@ -156,7 +165,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
     try:
         rendezvous.set("orders", Orders(planned.start, _must_agree(planned)))
         train.check_checkpoint(planned, rendezvous.node.number, rendezvous.node.count)  # while the others do
-        reached = _wait_for_arrivals(rendezvous, task.slurm.rendezvous_timeout)
+        reached = _wait_for_arrivals(rendezvous, slurm.rendezvous_timeout)
         if planned.run_dir.checkpoints.exists():
             checkpoints.quarantine(planned.run_dir.checkpoints, after=planned.start)
         checkpoints.settle(planned.run_dir)
