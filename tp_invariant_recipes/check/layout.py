@@ -5,6 +5,7 @@ Every degree is at least 1 when they are asked (check/typed.py).
 """
 
 import math
+import re
 from collections.abc import Callable
 from functools import wraps
 
@@ -14,6 +15,7 @@ from tp_invariant_recipes.machine.gpus import PEERS
 from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import ACCOUNTED, SPLIT_BY_TP, UNEVEN, Layout, RunConfig, ranks_per_node
 
+CHUNKS = "model.virtual_pipeline_model_parallel_size"
 LARGEST_LISTED = 4096  # the largest degree that a message proposes
 
 
@@ -39,9 +41,10 @@ def _divides(
 
 
 def _layers(config: RunConfig, layout: Layout) -> Problem | None:
-    model = config.model
-    if model.get("pipeline_model_parallel_layout"):
-        return None  # a split that the user wrote; Bridge checks it
+    model, chunks = config.model, config.at(CHUNKS) or 1
+    if stages := model.get("pipeline_model_parallel_layout"):
+        # Megatron-Core would interleave the stages, after everything else has taken them for one a rank.
+        return _stated_stages("pipeline_model_parallel_layout", stages, layout, chunks)
     ends = {key: model[key] for key in UNEVEN if model.get(key)}
     counted = [f"model.{key}" for key in ACCOUNTED if model.get(key)]
     if ends and counted:
@@ -56,6 +59,9 @@ def _layers(config: RunConfig, layout: Layout) -> Problem | None:
         fits = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
         why = f"model.num_layers={config.shape.layers} + {len(counted)} ({', '.join(counted)})"
         return Problem("", f"pp={layout.pp} does not divide {why}", f"pp can be {fits}")
+    each = (config.shape.layers or 0) // layout.pp
+    if config.shape.layers == each * layout.pp and each % chunks:
+        return Problem(f"{CHUNKS}={chunks}", f"it does not divide the {each} layers of each stage", "change it")
     return _divides("pp", lambda at: at.pp, "num_layers")(config, layout)
 
 
@@ -111,12 +117,28 @@ def _experts(config: RunConfig, layout: Layout) -> Problem | None:
 
 
 def _pattern(config: RunConfig, layout: Layout) -> Problem | None:
-    pattern = config.shape.pattern
-    if not pattern or layout.pp == 1 or "|" in pattern:
+    pattern = config.shape.pattern.partition("/")[0]
+    if "|" in pattern:  # of more stages Megatron-Core builds the first ones alone
+        return _stated_stages("hybrid_layer_pattern", pattern, layout, 1)
+    if layout.pp == 1 or not pattern:
         return None
-    length = len(pattern.partition("/")[0])
-    text = f"pp={layout.pp} does not divide the {length} layers of this model"
-    return Problem("", text) if length % layout.pp else None
+    text = f"pp={layout.pp} does not divide the {len(pattern)} layers of this model"
+    return Problem("", text) if len(pattern) % layout.pp else None
+
+
+def _stated_stages(field: str, stages: str | list[list[str]], layout: Layout, each: int) -> Problem | None:
+    """Return why the stages that a field of the model lists are not `each` for every pipeline rank."""
+    if isinstance(stages, str):
+        for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # in the order of Megatron-Core: "Et|(tt|)*3L"
+            stages = re.sub(repeated, lambda found: found[1] * int(found[2]), stages)
+        stages = [[stage] for stage in stages.split("|")]
+    count = len(stages)
+    if count == layout.pp * each:
+        return None
+    interleaved = field != "hybrid_layer_pattern" and layout.pp > 1 and count > layout.pp and count % layout.pp == 0
+    solve = f"{CHUNKS}={count // layout.pp}, or " if interleaved else ""
+    text = f"it lists {count} stages, and each of pp={layout.pp} ranks has {each}"
+    return Problem(f"model.{field}", text, f"{solve}change pp or the number of stages")
 
 
 def _stages(config: RunConfig, layout: Layout) -> list[str]:
@@ -167,14 +189,16 @@ def _context(config: RunConfig, layout: Layout) -> Problem | None:
 
 
 def _interleaved(config: RunConfig, layout: Layout) -> Problem | None:
-    key = "model.virtual_pipeline_model_parallel_size"
-    chunks = config.at(key)
+    chunks = config.at(CHUNKS)
     if not chunks or (chunks == 1 and layout.pp == 1):
         return None
+    if config.shape.hybrid:
+        text = "Megatron-Bridge interleaves no stages of a hybrid model"
+        return Problem(f"{CHUNKS}={chunks}", text, f"{CHUNKS}=null")
     if chunks == 1:  # Megatron-Core takes any number for interleaved, Bridge gives one chunk no list of data
-        return Problem(f"{key}=1", "one virtual stage a rank is not interleaved", f"{key}=null")
+        return Problem(f"{CHUNKS}=1", "one virtual stage a rank is not interleaved", f"{CHUNKS}=null")
     if layout.pp == 1:
-        return Problem(f"{key}={chunks}", "interleaved stages need pp > 1")
+        return Problem(f"{CHUNKS}={chunks}", "interleaved stages need pp > 1")
     batches, overlaps = (config.model.get(f"{name}_p2p_comm") for name in ("batch", "overlap"))
     if batches and overlaps:
         both = "model.overlap_p2p_comm=true and model.batch_p2p_comm=true"
@@ -185,11 +209,11 @@ def _interleaved(config: RunConfig, layout: Layout) -> Problem | None:
     # the two directions through different process groups.
     if layout.pp == 2 and batches:
         text = "in a batch two interleaved stages take each other's messages for their own"
-        return Problem(f"{key}={chunks}", text, "model.overlap_p2p_comm=true model.batch_p2p_comm=false, or pp > 2")
+        return Problem(f"{CHUNKS}={chunks}", text, "model.overlap_p2p_comm=true model.batch_p2p_comm=false, or pp > 2")
     count = config.train["global_batch_size"] // (config.train["micro_batch_size"] * layout.dp)
     if config.model.get("microbatch_group_size_per_vp_stage") is None and count % layout.pp:
         micro_batches = f"the {count} micro-batches (gbs / (mbs * dp)) that interleaved stages take in turns"
-        return Problem(f"{key}={chunks}", f"pp={layout.pp} does not divide {micro_batches}", "change gbs")
+        return Problem(f"{CHUNKS}={chunks}", f"pp={layout.pp} does not divide {micro_batches}", "change gbs")
     return None
 
 

@@ -4,6 +4,7 @@
 from typing import Any
 
 from tp_invariant_recipes.config.overrides import Override, given
+from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.settings.run_config import COMBINED, OVERLAPS, RunConfig
 
 _FUSED = (
@@ -36,17 +37,18 @@ def overrides(config: RunConfig, own: list[Override], degree: int = 1) -> list[s
     own:    what --reference says, which comes later and so counts.
     degree: tensor-parallel ranks of the reference, and expert-parallel ones of a model with experts.
     """
-    split = {"model.tensor_model_parallel_size": degree}
+    split: dict[str, Any] = {"model.tensor_model_parallel_size": degree}
     if config.shape.experts:
         split["model.expert_model_parallel_size"] = degree
+    if "|" in config.shape.pattern:
+        split["model.hybrid_layer_pattern"] = config.shape.pattern.replace("|", "")
     needed = []
     for path, value in (SIMPLEST | split).items():
         section, _, name = path.partition(".")
         now = config.layout.dp if section == "parallel" else config.section(section).get(name)
         if now in (value, None) or given(own, path) is not None:
             continue
-        text = "null" if value is None else str(value).lower()
-        needed.append("cuda_graph=off" if name == "cuda_graph_impl" else f"{path}={text}")
+        needed.append("cuda_graph=off" if name == "cuda_graph_impl" else f"{path}={as_text(value)}")
     counts = {"data_shards": config.layout.dp, "context_shards": config.layout.cp, "expert_groups": 1}
     for name, number in counts.items() if config.numerics.invariant else ():  # they choose the definition
         shards = getattr(config.numerics, name) or number

@@ -102,6 +102,8 @@ def test_a_reference_is_the_simplest_of_what_the_configuration_has():
     assert not {"train.micro_batch_size=1", "sp=false"} & set(audit_reference.overrides(config, own))
     assert "model.expert_model_parallel_size=4" in audit_reference.overrides(config, [], 4)
     assert audit_reference.overrides(compose("qwen3_toy", ["numerics=stock"]).config, []) == []
+    stages = compose("nemotron3_nano_toy", ["pp=2", "gbs=2", "model.hybrid_layer_pattern='MEM|*EME'"]).config
+    assert "model.hybrid_layer_pattern=MEM*EME" in audit_reference.overrides(stages, [])
 
 
 DEFINITIONS = (
