@@ -193,7 +193,7 @@ def doctor(as_json: Json = False) -> None:
 
         for patch, verdict in registry.verdicts():
             state = "refused" if verdict.state == "refused" else "ok"
-            about = f"needed by {patch.package} {patch.need.versions}; without it: {patch.why}; {patch.upstream or ''}"
+            about = f"needed by {patch.package} {patch.versions}; without it: {patch.why}; {patch.upstream or ''}"
             rows.append((f"patch {patch.name}", f"{verdict.state}: {verdict.reason}", state, about.removesuffix("; ")))
     if as_json:
         terminal.print_json(

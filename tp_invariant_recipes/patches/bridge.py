@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.patches import patch
-from tp_invariant_recipes.patches.patch import Form, Looks, Patch
+from tp_invariant_recipes.patches.patch import Form, Patch
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig
@@ -31,7 +31,8 @@ def _helpers_without_makefile() -> bool:
 HELPERS = Patch(
     name="bridge-compile-helpers",
     package="megatron-bridge",
-    need=Looks(_helpers_without_makefile, "a megatron-core with compiled helpers and no Makefile"),
+    versions="a megatron-core with compiled helpers and no Makefile",
+    form=_helpers_without_makefile,
     replaces={"megatron.bridge.training.initialize:compile_helpers": nothing},
     why="Megatron-Bridge runs make in a folder where the megatron-core wheel has no Makefile, and exits; the wheel "
     "contains the compiled helpers",
@@ -63,15 +64,13 @@ def of_the_models_kind(original: Callable[..., Any]) -> Callable[..., Any]:
 LOCAL_MULTI_TOKEN = Patch(
     name="bridge-local-mtp",
     package="megatron-bridge",
-    need=Looks(
-        Form(
-            "models/gpt_provider.py",
-            "mtp_block_spec",
-            has="use_transformer_engine=True",
-            lacks="transformer_impl",
-            package="megatron.bridge",
-        ),
-        "mtp_block_spec() without model.transformer_impl",
+    versions="mtp_block_spec() without model.transformer_impl",
+    form=Form(
+        "models/gpt_provider.py",
+        "mtp_block_spec",
+        has="use_transformer_engine=True",
+        lacks="transformer_impl",
+        package="megatron.bridge",
     ),
     replaces={"megatron.bridge.models.gpt_provider:mtp_block_spec": of_the_models_kind},
     why="with model.transformer_impl=local Megatron-Bridge still asks for Transformer Engine's layers for multi-token "
@@ -110,15 +109,13 @@ def predicts_tokens_of_whole_sequences(config: RunConfig) -> bool:
 MULTI_TOKEN_MASK = Patch(
     name="bridge-mtp-mask",
     package="megatron-bridge",
-    need=Looks(
-        Form(
-            "training/gpt_step.py",
-            "_forward_step_common",
-            has='"labels": labels,',
-            lacks='"loss_mask": loss_mask',
-            package="megatron.bridge",
-        ),
-        "a gpt_step that does not pass the loss mask",
+    versions="a gpt_step that does not pass the loss mask",
+    form=Form(
+        "training/gpt_step.py",
+        "_forward_step_common",
+        has='"labels": labels,',
+        lacks='"loss_mask": loss_mask',
+        package="megatron.bridge",
     ),
     replaces={
         "megatron.bridge.training.gpt_step:get_batch": keeping_the_mask,
@@ -151,14 +148,12 @@ def without_draws_on_resume(original: Callable[..., Any]) -> Callable[..., Any]:
 LOADER_DRAWS = Patch(
     name="bridge-resume-rng",
     package="megatron-bridge",
-    need=Looks(
-        Form(
-            "data/samplers.py",
-            "build_pretraining_data_loader",
-            has="persistent_workers=persistent_workers,\n        worker_init_fn=worker_init_fn,\n    )\n",
-            package="megatron.bridge",
-        ),
-        "a DataLoader without a generator of its own",
+    versions="a DataLoader without a generator of its own",
+    form=Form(
+        "data/samplers.py",
+        "build_pretraining_data_loader",
+        has="persistent_workers=persistent_workers,\n        worker_init_fn=worker_init_fn,\n    )\n",
+        package="megatron.bridge",
     ),
     replaces={"megatron.bridge.training.setup:setup_data_iterators": without_draws_on_resume},
     why="a DataLoader draws its seed from torch's CPU generator, and Megatron-Bridge makes it after it has restored "
@@ -203,15 +198,13 @@ def _built_with_the_field(provider: Any) -> Iterator[None]:
 CPU_WEIGHTS = Patch(
     name="bridge-cpu-initialization",
     package="megatron-bridge",
-    need=Looks(
-        # It sets the field to its own argument, which a training does not give.
-        Form(
-            "models/model_provider.py",
-            "get_model",
-            has=f"model_provider.{_ON_CPU} = {_ON_CPU}",
-            package="megatron.bridge",
-        ),
-        f"get_model() that overwrites model.{_ON_CPU}",
+    versions=f"get_model() that overwrites model.{_ON_CPU}",
+    # It sets the field to its own argument, which a training does not give.
+    form=Form(
+        "models/model_provider.py",
+        "get_model",
+        has=f"model_provider.{_ON_CPU} = {_ON_CPU}",
+        package="megatron.bridge",
     ),
     replaces={"megatron.bridge.models.model_provider:get_model": drawn_on_the_cpu},
     why=f"Megatron-Bridge overwrites model.{_ON_CPU}=true before it builds the model, so that weights are drawn on the "
@@ -282,7 +275,8 @@ def _lacks_local_names() -> bool:
 LOCAL_NAMES = Patch(
     name="bridge-local-names",
     package="megatron-bridge",
-    need=Looks(_lacks_local_names, "mappings of weights without pre_mlp_layernorm or local_experts"),
+    versions="mappings of weights without pre_mlp_layernorm or local_experts",
+    form=_lacks_local_names,
     replaces={
         f"megatron.bridge.models.{module}:{name}.mapping_registry": make
         for (module, name), (_, make) in _MAPPINGS.items()

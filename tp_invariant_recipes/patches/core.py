@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes import saved_names
-from tp_invariant_recipes.patches.patch import Form, Looks, Patch
+from tp_invariant_recipes.patches.patch import Form, Patch
 from tp_invariant_recipes.start import forking
 
 if TYPE_CHECKING:
@@ -111,10 +111,8 @@ _WRITER = "dist_checkpointing.strategies.filesystem_async"
 SAVE = Patch(
     name="core-save-without-manager",
     package="megatron-core",
-    need=Looks(
-        Form(f"{_WRITER.replace('.', '/')}.py", "get_write_results_queue", has="Manager()"),
-        "get_write_results_queue() that makes a Manager()",
-    ),
+    versions="get_write_results_queue() that makes a Manager()",
+    form=Form(f"{_WRITER.replace('.', '/')}.py", "get_write_results_queue", has="Manager()"),
     replaces={f"megatron.core.{_WRITER}:get_write_results_queue": queue_in_this_process},
     why="every save, even one within this process, starts a manager process; that takes seconds, and a killed rank "
     "leaves it behind with 0.3 GB",
@@ -125,14 +123,12 @@ CHECKPOINTS = (
     Patch(
         name="core-empty-optimizer",
         package="megatron-core",
-        need=Looks(
-            Form(
-                "optimizer/optimizer.py",
-                "_split_state_dict",
-                has="def sharded_state_dict",
-                lacks="LocalNonpersistentObject",
-            ),
-            "ChainedOptimizer that saves empty lists",
+        versions="ChainedOptimizer that saves empty lists",
+        form=Form(
+            "optimizer/optimizer.py",
+            "_split_state_dict",
+            has="def sharded_state_dict",
+            lacks="LocalNonpersistentObject",
         ),
         replaces={"megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict": like_the_others},
         why="where a pipeline stage has no experts, its optimizer of experts has no parameters; Megatron-Core saves "
@@ -142,13 +138,11 @@ CHECKPOINTS = (
     Patch(
         name="core-sgd-state",
         package="megatron-core",
-        need=Looks(
-            Form(
-                "optimizer/__init__.py",
-                "_get_megatron_optimizer_based_on_param_groups",
-                has="momentum=config.sgd_momentum,\n            )\n            init_state_fn = None",
-            ),
-            "an SGD with init_state_fn = None",
+        versions="an SGD with init_state_fn = None",
+        form=Form(
+            "optimizer/__init__.py",
+            "_get_megatron_optimizer_based_on_param_groups",
+            has="momentum=config.sgd_momentum,\n            )\n            init_state_fn = None",
         ),
         replaces={"megatron.core.optimizer.optimizer:MegatronOptimizer.__init__": with_a_state},
         why="with optimizer.optimizer=sgd a run cannot continue: Megatron-Core calls a function that makes the "
@@ -158,11 +152,9 @@ CHECKPOINTS = (
     Patch(
         name="core-local-names",
         package="megatron-core",
-        need=Looks(
-            Form(
-                "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules", has="sharded_state_dict_keys_map={"
-            ),
-            "get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map",
+        versions="get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map",
+        form=Form(
+            "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules", has="sharded_state_dict_keys_map={"
         ),
         replaces={"megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules": as_transformer_engine},
         why="with model.transformer_impl=local Megatron-Core saves norms of experts' layers and of MLA "
@@ -272,10 +264,8 @@ _ROW_PARALLEL = "megatron.core.tensor_parallel.layers:RowParallelLinear"
 EXPERT_BIAS = Patch(
     name="core-expert-bias",
     package="megatron-core",
-    need=Looks(
-        Form("transformer/mlp.py", "forward", has="output += output_bias"),
-        "an MLP that adds output_bias in place",
-    ),
+    versions="an MLP that adds output_bias in place",
+    form=Form("transformer/mlp.py", "forward", has="output += output_bias"),
     replaces={f"{_ROW_PARALLEL}.forward": own_output},
     why="with model.transformer_impl=local experts with biases (GPT-OSS) end in autograd's error: Megatron-Core "
     "changes in place what a custom function has returned",
@@ -284,13 +274,11 @@ EXPERT_BIAS = Patch(
 EXPERT_BIAS_SUM = Patch(
     name="core-expert-bias-sum",
     package="megatron-core",
-    need=Looks(
-        Form(
-            "tensor_parallel/layers.py",
-            "linear_with_grad_accumulation_and_async_allreduce",
-            has='setattr(self.bias, "sequence_parallel", self.sequence_parallel)',
-        ),
-        "a RowParallelLinear that marks biases of experts",
+    versions="a RowParallelLinear that marks biases of experts",
+    form=Form(
+        "tensor_parallel/layers.py",
+        "linear_with_grad_accumulation_and_async_allreduce",
+        has='setattr(self.bias, "sequence_parallel", self.sequence_parallel)',
     ),
     replaces={f"{_ROW_PARALLEL}.__init__": summed_once},
     why="with biases of experts, tp > 1, sp and etp=1 the biases of their second matrix get tp times their gradient: "
@@ -300,10 +288,8 @@ EXPERT_BIAS_SUM = Patch(
 SINKS = Patch(
     name="core-sinks-norm",
     package="megatron-core",
-    need=Looks(
-        Form("transformer/dot_product_attention.py", "__init__", has="softmax_offset", lacks="tensor_model_parallel"),
-        "a DotProductAttention that does not mark its attention sinks",
-    ),
+    versions="a DotProductAttention that does not mark its attention sinks",
+    form=Form("transformer/dot_product_attention.py", "__init__", has="softmax_offset", lacks="tensor_model_parallel"),
     replaces={"megatron.core.transformer.dot_product_attention:DotProductAttention.__init__": marked_as_split},
     why="with model.softmax_type=learnable and tp > 1 the norm that clips gradients has the attention sinks "
     "of the first tensor-parallel rank alone: Megatron-Core does not mark them as split",
@@ -314,10 +300,8 @@ _REDUCED = "_allreduce_non_tensor_model_parallel"
 DELTA_NET = Patch(
     name="core-delta-net-norm",
     package="megatron-core",
-    need=Looks(
-        Form("distributed/finalize_model_grads.py", _REDUCED, has="k_layernorm", lacks="out_norm"),
-        "a finalize_model_grads without out_norm",
-    ),
+    versions="a finalize_model_grads without out_norm",
+    form=Form("distributed/finalize_model_grads.py", _REDUCED, has="k_layernorm", lacks="out_norm"),
     replaces={f"megatron.core.distributed.finalize_model_grads:{_REDUCED}_grads": with_output_norms},
     why="with gated delta nets, tp > 1 and sp=false each rank keeps the gradient that its own heads give the norm of "
     "the output, so that ranks train different norms",
@@ -327,10 +311,8 @@ DELTA_NET = Patch(
 MULTI_TOKEN = Patch(
     name="core-mtp-context",
     package="megatron-core",
-    need=Looks(
-        Form("transformer/multi_token_prediction.py", "process_mtp_loss", has="num_tokens", lacks="all_reduce"),
-        "a process_mtp_loss that sums no tokens over context-parallel ranks",
-    ),
+    versions="a process_mtp_loss that sums no tokens over context-parallel ranks",
+    form=Form("transformer/multi_token_prediction.py", "process_mtp_loss", has="num_tokens", lacks="all_reduce"),
     replaces={"megatron.core.transformer.multi_token_prediction:roll_tensor": over_the_sequence},
     why="with model.mtp_num_layers and cp > 1 tokens of a rank with fewer of them weigh more: Megatron-Core divides "
     "their losses by the rank's tokens, not by those of the sequence",
@@ -340,10 +322,8 @@ MULTI_TOKEN = Patch(
 GATHERS = Patch(
     name="core-gathers-in-graphs",
     package="megatron-core",
-    need=Looks(
-        Form("distributed/param_and_grad_buffer.py", "start_param_sync", has="self.param_gather_dispatched = True"),
-        "a start_param_sync that marks weights as gathered",
-    ),
+    versions="a start_param_sync that marks weights as gathered",
+    form=Form("distributed/param_and_grad_buffer.py", "start_param_sync", has="self.param_gather_dispatched = True"),
     replaces={
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync": gathered_again
     },

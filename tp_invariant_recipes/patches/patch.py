@@ -138,62 +138,16 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Versions:
-    """The need of a patch that a range of versions requires and that fits known code only.
-
-    module:    the module that contains the code, such as "transformer_engine".
-    versions:  ">=2.14,<2.16"; "" for all.
-    functions: all must be known. A missing function is unknown.
-    """
-
-    module: str
-    versions: str
-    functions: tuple[Function, ...]
-
-    def verdict(self, package: str) -> PatchVerdict:
-        """Decide by the files; import nothing."""
-        version, where = installed(package), folder(self.module)
-        if version is None or where is None:
-            return PatchVerdict("not needed", f"{package} is not installed")
-        if not within(version, self.versions):
-            return PatchVerdict("not needed", f"{package} {version} does not need it; needed by {self.versions}")
-        strange = [f for f in self.functions if fingerprint(where / f.file, f.name) not in f.known.values()]
-        if strange:
-            names = ", ".join(f.name for f in strange)
-            return PatchVerdict("refused", f"{package} {version} has an unknown {names} ({strange[0].file})")
-        return PatchVerdict("applies", f"{package} {version}")
-
-
-@dataclass(frozen=True)
-class Looks:
-    """The need of a patch that code of a certain form requires, whatever its version.
-
-    needed:   inspects the files and decides; mostly a `code.Form`.
-    versions: the same condition in words.
-    """
-
-    needed: Callable[[], bool]
-    versions: str
-
-    def verdict(self, package: str) -> PatchVerdict:
-        """Decide by the files; import nothing."""
-        version = installed(package)
-        if version is None:
-            return PatchVerdict("not needed", f"{package} is not installed")
-        if self.needed():
-            return PatchVerdict("applies", f"{package} {version}")
-        return PatchVerdict("not needed", f"{package} {version} does not need it; needed by {self.versions}")
-
-
-@dataclass(frozen=True)
 class Patch:
     """One fix.
 
     name:     its name in `patches.off`.
     package:  the distribution that it fixes.
-    need:     the installed code that needs it.
+    versions: those that need it, such as ">=2.14,<2.16"; "" for all. With a form, the same condition in words.
     replaces: target -> what makes its replacement, in order of application.
     why:      the defect without it.
+    form:     whether the installed code has the form that needs it, whatever its version; mostly a `Form`.
+    functions: without a form: all must be known, so that it fits known code only. A missing function is unknown.
     upstream: address of the upstream fix or of its discussion; None: neither is known.
     reached:  whether a run reaches the code; None: every run does.
     loads:    whether the package can be imported, where that is not sure.
@@ -201,9 +155,11 @@ class Patch:
 
     name: str
     package: str
-    need: Versions | Looks
+    versions: str
     replaces: Mapping[str, Callable[..., Any]]
     why: str
+    form: Callable[[], bool] | None = None
+    functions: tuple[Function, ...] = ()
     upstream: str | None = None
     reached: Callable[[RunConfig], Any] | None = None
     loads: Callable[[], bool] = lambda: True
@@ -222,8 +178,20 @@ class Patch:
         return bool(reached) and self.loads()
 
     def verdict(self, off: bool = False) -> PatchVerdict:
-        """Return the patch's verdict on this machine. off: the user has switched the patch off."""
-        return PatchVerdict("off", "by patches.off") if off else self.need.verdict(self.package)
+        """Decide by the files, and import nothing. off: the user has switched the patch off."""
+        if off:
+            return PatchVerdict("off", "by patches.off")
+        version, where = installed(self.package), folder(self.package.replace("-", "_"))
+        if version is None or not (self.form or where):
+            return PatchVerdict("not needed", f"{self.package} is not installed")
+        found = f"{self.package} {version}"
+        if not (self.form() if self.form else within(version, self.versions)):
+            return PatchVerdict("not needed", f"{found} does not need it; needed by {self.versions}")
+        strange = [f for f in self.functions if where and fingerprint(where / f.file, f.name) not in f.known.values()]
+        if strange:
+            names = ", ".join(f.name for f in strange)
+            return PatchVerdict("refused", f"{found} has an unknown {names} ({strange[0].file})")
+        return PatchVerdict("applies", found)
 
 
 def within(version: str, versions: str) -> bool:

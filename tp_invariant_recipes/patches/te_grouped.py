@@ -18,7 +18,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.patches.patch import Function, Patch, Versions
+from tp_invariant_recipes.patches.patch import Function, Patch
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig
@@ -90,31 +90,28 @@ def place_of_flag(function: Callable[..., Any]) -> int:
 PATCH = Patch(
     name="te-grouped-linear-graph",
     package=PACKAGE,
-    need=Versions(
-        MODULE,
-        "<2.17",
-        (
-            Function(
-                FILE,
-                "GroupedLinear.forward",
-                {
-                    "2.11.0": "da60b43bee7e4890",
-                    "2.12.0, 2.13.0": "aa34c58d7b975aee",
-                    "2.14.0, 2.14.1": "0aa6fa3e3229b8ac",
-                    "2.15.0, 2.16.0, 2.16.1": "c843845d0bd5a251",
-                },
-            ),
-            Function(
-                FILE,
-                "_GroupedLinear.forward",
-                {
-                    "2.11.0": "6873e3dd30829738",
-                    "2.12.0, 2.13.0": "95e1e15f9678dc48",
-                    "2.14.0, 2.14.1": "54f10feb350c7138",
-                    "2.15.0": "d102abdfbb031b05",
-                    "2.16.0, 2.16.1": "f2f962009fb4df33",
-                },
-            ),
+    versions="<2.17",
+    functions=(
+        Function(
+            FILE,
+            "GroupedLinear.forward",
+            {
+                "2.11.0": "da60b43bee7e4890",
+                "2.12.0, 2.13.0": "aa34c58d7b975aee",
+                "2.14.0, 2.14.1": "0aa6fa3e3229b8ac",
+                "2.15.0, 2.16.0, 2.16.1": "c843845d0bd5a251",
+            },
+        ),
+        Function(
+            FILE,
+            "_GroupedLinear.forward",
+            {
+                "2.11.0": "6873e3dd30829738",
+                "2.12.0, 2.13.0": "95e1e15f9678dc48",
+                "2.14.0, 2.14.1": "54f10feb350c7138",
+                "2.15.0": "d102abdfbb031b05",
+                "2.16.0, 2.16.1": "f2f962009fb4df33",
+            },
         ),
     ),
     replaces={
@@ -228,23 +225,20 @@ PATCHES = (
     Patch(
         name="te-grouped-linear-delayed-wgrad",
         package=PACKAGE,
-        need=Versions(
-            MODULE,
-            ">=2.11",
-            (
-                Function(
-                    FILE,
-                    "_GroupedLinear.backward",
-                    {
-                        "2.11.0 to 2.14.1": "fb01fbea80b2ff90",
-                        "2.15.0": "807e1115ea6ce537",
-                        "2.16.0, 2.16.1": "fa6416acf866ba7b",
-                        "2.17.0, 2.17.1": "5412440c994868d0",
-                        "2.18.0": "b4272f7a032d964d",
-                        "2.19.0": "8d72841c97ebb6bb",
-                        "2.20.2": "1ed992848d4f4128",
-                    },
-                ),
+        versions=">=2.11",
+        functions=(
+            Function(
+                FILE,
+                "_GroupedLinear.backward",
+                {
+                    "2.11.0 to 2.14.1": "fb01fbea80b2ff90",
+                    "2.15.0": "807e1115ea6ce537",
+                    "2.16.0, 2.16.1": "fa6416acf866ba7b",
+                    "2.17.0, 2.17.1": "5412440c994868d0",
+                    "2.18.0": "b4272f7a032d964d",
+                    "2.19.0": "8d72841c97ebb6bb",
+                    "2.20.2": "1ed992848d4f4128",
+                },
             ),
         ),
         replaces={f"{MODULE}.pytorch.module.grouped_linear:_GroupedLinear.backward": nothing_when_delayed},
@@ -259,15 +253,12 @@ PATCHES = (
     Patch(
         name="te-grouped-op-wgrad",
         package=PACKAGE,
-        need=Versions(
-            MODULE,
-            ">=2.13,<2.16",
-            (
-                Function(
-                    "pytorch/ops/basic/grouped_linear.py",
-                    "GroupedLinear.fuser_backward",
-                    {"2.13.0": "20bc2c5449843b6d", "2.14.0, 2.14.1": "823005f9ee562d6d", "2.15.0": "1d7ae770ba5c4de4"},
-                ),
+        versions=">=2.13,<2.16",
+        functions=(
+            Function(
+                "pytorch/ops/basic/grouped_linear.py",
+                "GroupedLinear.fuser_backward",
+                {"2.13.0": "20bc2c5449843b6d", "2.14.0, 2.14.1": "823005f9ee562d6d", "2.15.0": "1d7ae770ba5c4de4"},
             ),
         ),
         replaces={f"{MODULE}.pytorch.ops.basic.grouped_linear:GroupedLinear.fuser_backward": settled_op},
@@ -281,15 +272,12 @@ PATCHES = (
     Patch(
         name="te-grouped-mlp-wgrad",
         package=PACKAGE,
-        need=Versions(
-            MODULE,
-            ">=2.14,<2.16",
-            (
-                Function(
-                    "pytorch/ops/fused/backward_grouped_mlp.py",
-                    "_compute_grad_params",
-                    {"2.14.0, 2.14.1": "e40e83bb7a6e6258", "2.15.0": "a9fbacde32de0747"},
-                ),
+        versions=">=2.14,<2.16",
+        functions=(
+            Function(
+                "pytorch/ops/fused/backward_grouped_mlp.py",
+                "_compute_grad_params",
+                {"2.14.0, 2.14.1": "e40e83bb7a6e6258", "2.15.0": "a9fbacde32de0747"},
             ),
         ),
         replaces={f"{MODULE}.pytorch.ops.fused.backward_grouped_mlp:_compute_grad_params": settled_mlp},

@@ -25,7 +25,7 @@ from tp_invariant_recipes.launch import hang
 from tp_invariant_recipes.machine import versions
 from tp_invariant_recipes.patches import bridge, core, registry, te_grouped
 from tp_invariant_recipes.patches import patch as code
-from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
+from tp_invariant_recipes.patches.patch import Function, Patch, within
 from tp_invariant_recipes.patches.te_grouped import place_of_flag
 from tp_invariant_recipes.replacement import applied
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -118,10 +118,9 @@ def _loaded() -> list[str]:
 def patch(installs, monkeypatch) -> Patch:
     """The row, made for the small source above, alone in the table."""
     file = installs("0") / te_grouped.FILE
-    need = te_grouped.PATCH.need
-    assert isinstance(need, Versions)
-    functions = tuple(Function(f.file, f.name, {"here": str(code.fingerprint(file, f.name))}) for f in need.functions)
-    made = dataclasses.replace(te_grouped.PATCH, need=dataclasses.replace(need, functions=functions))
+    known = te_grouped.PATCH.functions
+    functions = tuple(Function(f.file, f.name, {"here": str(code.fingerprint(file, f.name))}) for f in known)
+    made = dataclasses.replace(te_grouped.PATCH, functions=functions)
     monkeypatch.setattr(registry, "PATCHES", (made,))
     return made
 
@@ -361,15 +360,16 @@ def test_rows_are_whole(patch):
     assert [other.name for other in registry.PATCHES].count(patch.name) == 1
     assert patch.why
     assert patch.replacements
-    if isinstance(patch.need, Versions):
+    if patch.form is None:
         assert patch.upstream
-        for function in patch.need.functions:
+        assert patch.functions
+        for function in patch.functions:
             assert len(set(function.known.values())) == len(function.known)
             for versions, digits in function.known.items():
                 assert re.fullmatch("[0-9a-f]{16}", digits)
                 named = re.findall(r"\d[\d.]+", versions)
                 assert named
-                assert all(within(version, patch.need.versions) for version in named)
+                assert all(within(version, patch.versions) for version in named)
 
 
 def installed_core(tmp_path, monkeypatch, files: dict[str, str]) -> None:
