@@ -50,42 +50,28 @@ def last_step(file: Path) -> LastStep:
     with open_file(file) as stream:
         if not _START.match(stream.read(256)):
             raise ValueError("not a ledger, or only part of its header" if os.path.getsize(file) else "empty file")
-        end = _newline_before(stream, os.fstat(stream.fileno()).st_size)
-        if end is None:
-            raise ValueError("only part of its header")
-        # A killed run can leave a line that ends in another one's middle: then the one before it counts.
-        for _ in range(2):
-            start = _newline_before(stream, end)
-            if start is None:
-                return LastStep(0, None)
-            stream.seek(start + 1)
-            data = stream.read(end - start - 1)
-            try:
-                raw = parse_json(data)
-            except ValueError:
-                end = start
-                continue
-            step = checked(_Step, raw)
-            if step.loss is None:
-                return LastStep(step.step, None)
+        size = stream.seek(0, os.SEEK_END)
+        start, lines = size, [b""]
+        while start and len(lines) < 4:  # part of a line, two whole ones, and what comes after them
+            if size - start > 3 * LONGEST_LINE:
+                raise ValueError(f"a line of more than {LONGEST_LINE} bytes")
+            start = stream.seek(max(0, size - max(_BLOCK, 4 * (size - start))))
+            lines = stream.read(size - start).split(b"\n")
+    if len(lines) == 1:
+        raise ValueError("only part of its header")
+    # A killed run can leave a line that ends in another one's middle: then the one before it counts.
+    for line in lines[-2:0:-1][:2]:
+        try:
+            raw = parse_json(line)
+        except ValueError:
+            continue
+        step = checked(_Step, raw)
+        if step.loss is not None:
             bits_float(step.loss.bits)
-            return LastStep(step.step, step.loss.bits)
+        return LastStep(step.step, step.loss and step.loss.bits)
+    if len(lines) > 3:
         raise ValueError("its last two lines are damaged")
-
-
-def _newline_before(stream: BinaryIO, end: int) -> int | None:
-    """Return the position of the last newline before `end`. ValueError: the line after it is too long."""
-    position = end
-    while position > 0:
-        if end - position > LONGEST_LINE:
-            raise ValueError(f"a line of more than {LONGEST_LINE} bytes")
-        size = min(_BLOCK, position)
-        stream.seek(position - size)
-        newline = stream.read(size).rfind(b"\n")
-        if newline >= 0:
-            return position - size + newline
-        position -= size
-    return None
+    return LastStep(0, None)
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,13 @@ def recording(run_dir: RunDir, rank_info: "RankInfo", run: RunFile, ledger: Ledg
     """Return the callbacks that write the ledger of a run directory, on this rank. Bridge is loaded."""
     from tp_invariant_recipes.check.recording import steps
     from tp_invariant_recipes.observe.digests.callback import Digests
-    from tp_invariant_recipes.observe.dump_parameters import DumpParameters
     from tp_invariant_recipes.observe.recorder import Recorder
     from tp_invariant_recipes.observe.trace import Tracing
 
     traced = steps(ledger.trace) if ledger.trace else ()
     digests = Digests(ledger.digests, ledger.state_digests, traced, ledger.experts) if ledger.digests else None
     tracing = Tracing(traced, ledger.dump, run_dir) if traced else None
-    callbacks: list = [digests] if digests else []
-    if tracing and ledger.dump:
-        callbacks.append(DumpParameters(tracing))
-    if tracing:
-        callbacks.append(tracing)
+    callbacks: list = [callback for callback in (digests, tracing) if callback]
     if rank_info.rank == rank_info.world_size - 1:
         parts = {"numerics": run.numerics, "layout": run.layout, "notes": run.notes}
         callbacks.append(Recorder(run_dir, run.identity, parts, digests, tracing))

@@ -1,81 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback that takes digests of what goes in and out of every module, forward and backward, at chosen steps.
+"""The callback that takes digests of what goes in and out of every module, forward and backward, at chosen steps, and
+writes out values.
 
 All micro-batches and data-parallel ranks are one tensor (placement.py). Lanes of its parts add up, so what a rank keeps
 of a tensor is two numbers a part (module_hooks.py). The ranks put theirs together when the step ends.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
-from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.callbacks import CallbackContext
 from megatron.core import parallel_state
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
 from tp_invariant_recipes.numerics.sums.expert_groups import visits_of
-from tp_invariant_recipes.observe.digests.sums import covers
+from tp_invariant_recipes.observe.digests.sums import covers, dtype_name
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
-from tp_invariant_recipes.observe.module_hooks import FORWARD, ModuleHooks, Seen
+from tp_invariant_recipes.observe.module_hooks import FORWARD, ModuleHooks, Seen, tensor_names
+from tp_invariant_recipes.observe.optimizer_state import OptimizerState
+from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.observe.placement import CONSECUTIVE, Site
-from tp_invariant_recipes.observe.shards import unwrapped
-from tp_invariant_recipes.observe.union import Diverged, by_value, gathered
+from tp_invariant_recipes.observe.shards import Shards, gather_weights, unwrapped
+from tp_invariant_recipes.observe.union import Diverged, by_value, gathered, union
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.keys import nearest
 
 
-class Tracing(Callback):
+class Tracing(AroundOptimizerStep):
     """Traces some steps, counted from 1. For every rank, after Digests and before Recorder.
 
-    patterns: of the names of tensors whose values are written out at these steps.
-    dump:     the names that match, of tensors of this rank; DumpParameters fills them in before the first step. It adds
-              gradients and weights to `dumps` before this callback ends the step.
-    awaited:  the patterns that no parameter matches, so that the trace must.
+    patterns: of the names of tensors whose values are written out at these steps: those of the trace, gradients before
+              clipping, weights and master weights after the step.
     latest:   the trace of the step that has just ended; None: not a traced step.
     diverged: replicas that disagree in it, as StepRecord has them.
-    dumps:    where dumps go, from the start of training on; None: nothing is dumped.
     """
 
     def __init__(self, steps: range, patterns: Sequence[str], run_dir: RunDir) -> None:
-        self.steps = steps
-        self.patterns = tuple(patterns)
-        self.dump: frozenset[str] = frozenset()
-        self.awaited: tuple[str, ...] = ()
+        self.steps, self.patterns, self._run_dir = steps, tuple(patterns), run_dir
         self.latest: tuple[Traced, ...] | None = None
         self.diverged: Diverged = ()
-        self.dumps: DumpWriter | None = None
-        self._run_dir = run_dir
-        self._hooks: ModuleHooks | None = None
+        self._hooks: ModuleHooks | None = None  # of a traced step
+        self._dumps: DumpWriter | None = None  # where dumps go, from the start of training on
+        self._dump: frozenset[str] = frozenset()  # the names that match, of tensors of this rank
+        self._awaited: tuple[str, ...] = ()  # the patterns that no parameter matches, so that the trace must
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Know which rank this is."""
-        if self.patterns:
-            self.dumps = DumpWriter(self._run_dir.path, dist.get_rank(), dist.get_world_size())
+        """Learn which parts this rank holds, and what to dump. RunError, on all ranks: a pattern matches nothing."""
+        if not self.patterns:
+            return
+        self._dumps = DumpWriter(self._run_dir.path, dist.get_rank(), dist.get_world_size())
+        shards = Shards(context.model)
+        masters = shards.held(OptimizerState(context.optimizer).masters())
+        self._held = {"gradients": shards.gradients(context.optimizer), "masters": masters, "weights": shards.weights()}
+        here = {f"{kind}/{part.name}" for kind, held in self._held.items() for part in held}
+        modules: set[str] = set().union(*(tensor_names(unwrapped(chunk)) for chunk in context.model))
+        device = next(context.model[0].parameters()).device
+        parameters, traced = ({name for _, name in union(sorted(names), device)} for names in (here, modules))
+        if missing := unmatched(self.patterns, parameters | traced):
+            raise RunError(f"ledger.dump: the model has no such tensor:{missing}")
+        self._dump = frozenset(name for name in here | modules if any(fnmatchcase(name, p) for p in self.patterns))
+        self._awaited = tuple(p for p in self.patterns if not any(fnmatchcase(name, p) for name in parameters))
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Register hooks on every module, if the step is to be traced."""
         self.latest, self.diverged = None, ()
         step = context.state.train_state.step + 1
         if step in self.steps:
-            self._hooks = ModuleHooks(site_of(context), step, self.dump, self.dumps)
+            self._hooks = ModuleHooks(site_of(context), step, self._dump, self._dumps)
             for chunk in context.model:
                 self._hooks.hook(unwrapped(chunk))
+
+    @contextmanager
+    def around_optimizer_step(self) -> Iterator[None]:
+        """Dump the gradients."""
+        self._add("gradients")
+        yield
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Take the hooks off, and put together what all ranks saw. RunError, on all: what to dump has no place."""
         if self._hooks is None:
             return
+        if self._dumps is not None:
+            gather_weights(context.model)
+        self._add("masters")
+        self._add("weights")
         hooks, self._hooks = self._hooks, None
         hooks.unhook()
         self.latest, self.diverged = merged(gathered(hooks.seen()))
-        if missing := unmatched(self.awaited, [tensor.name for tensor in self.latest if tensor.digest is not None]):
+        if missing := unmatched(self._awaited, [tensor.name for tensor in self.latest if tensor.digest is not None]):
             raise RunError(f"ledger.dump: not in the trace, or without a position in the whole model:{missing}")
-        if self.dumps is not None:
-            self.dumps.close_step(hooks.step)
+        if self._dumps is not None:
+            self._dumps.close_step(hooks.step)
+
+    def _add(self, kind: str) -> None:
+        if self._hooks is None or self._dumps is None:
+            return
+        for part in self._held[kind]:
+            if (name := f"{kind}/{part.name}") in self._dump:
+                self._dumps.add(name, dtype_name(part.values), part.shape, part)
 
 
 def unmatched(patterns: Iterable[str], names: Collection[str]) -> str:

@@ -211,7 +211,7 @@ def endings(mesh, rows):
     for late, (of_ranks, _) in product((0, 1), rows):
         guard = object.__new__(callback.Guard)
         guard.rank, guard._net, guard._gloo, guard._judge = mesh.rank, None, dist.group.WORLD, Judge()
-        guard._reporter, guard.trusted = Mock(), int
+        guard._reported = Mock()
         for step, detector, ranks in of_ranks[mesh.rank]:
             finding = SilentDataCorruption(detector, step, f"by {mesh.rank}", ranks)
             guard._judge.submit(partial(decide, finding, late == mesh.rank))
@@ -221,8 +221,8 @@ def endings(mesh, rows):
             guard._end_if_any(guard._judge.decided())
             ends = "not"
         guard._judge.close()
-        reported = [call.args for call in guard._reporter.report.call_args_list]
-        results.append((ends, [(said.step, said.detector, said.where, trusted) for said, trusted in reported]))
+        reported = [call.args for call in guard._reported.call_args_list]
+        results.append((ends, [(said.step, said.detector, said.where, step) for said, step in reported]))
     return results
 
 

@@ -28,7 +28,7 @@ from megatron.core import parallel_state
 from tp_invariant_recipes.check.recording import SHADOW, rank_distance
 from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.features.guard.collectives import SHARES, CollectiveNet
-from tp_invariant_recipes.features.guard.judge import Judge, Reporter, SampledGemms, SilentDataCorruption, described
+from tp_invariant_recipes.features.guard.judge import Judge, SampledGemms, SilentDataCorruption, described, machine
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
 from tp_invariant_recipes.features.guard.optimizer import Adam
 from tp_invariant_recipes.features.guard.shadow import (
@@ -40,8 +40,10 @@ from tp_invariant_recipes.features.guard.shadow import (
     of_replicas,
     replacement,
 )
+from tp_invariant_recipes.ledger import evidence
+from tp_invariant_recipes.ledger.evidence import Evidence
 from tp_invariant_recipes.numerics.gemm import sampling
-from tp_invariant_recipes.numerics.gemm.judge import require_definition
+from tp_invariant_recipes.numerics.gemm.judge import UnlikeBits, require_definition
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.observe.shards import Shards, gather_weights
@@ -89,7 +91,7 @@ class Guard(AroundOptimizerStep):
         names = {part.owner: part.name for part in shards.parts if part.owner.requires_grad}
         arithmetic = self.config.numerics.arithmetic
         stated = arithmetic is not None and arithmetic.any_machine
-        self._reporter = Reporter(self.run_dir, self.rank, gathered(described(self.rank)), self.config.numerics)
+        self._everyone = gathered(described(self.rank))
         self._products = SampledGemms(self._sampler, shards, self._judge, self.rank)
         self._adam = Adam(state, names, self._judge, self.rank, stated)
         self._memory = Memory(state, names, self._judge, self.rank)
@@ -224,7 +226,7 @@ class Guard(AroundOptimizerStep):
                 moved = recompute(in_one_launch=True)
             except RuntimeError as error:  # such as too little memory; others may wait for this rank, and end with it
                 finding = suspicion.wrong_bits(self._step)
-                raise self._reporter.report(finding, self.trusted(self._step)) from error
+                raise self._reported(finding, self._step) from error
             suspicion = earliest(narrowed(first, moved, group, ELSEWHERE)) or suspicion
         self._end_run([suspicion.wrong_bits(self._step)])
 
@@ -241,5 +243,34 @@ class Guard(AroundOptimizerStep):
         message = None
         if self.rank == reporter:
             finding = next(finding for finding in findings if finding.order == first)
-            message = str(self._reporter.report(finding, self.trusted(min(order.step for order, _ in orders))))
+            message = str(self._reported(finding, min(order.step for order, _ in orders)))
         raise HardwareFault(gathered(message)[reporter])
+
+    def _reported(self, finding: SilentDataCorruption, step: int) -> HardwareFault:
+        """Return the error to raise; its files are written (runs/checkpoints.py). step: the earliest that is wrong."""
+        unlike, trusted = finding.difference or UnlikeBits(0, 0, 0), self.trusted(step)
+        file = checkpoints.evidence_file(self.run_dir, finding.step, self.rank)
+        written = Evidence(
+            detector=finding.detector,
+            step=finding.step,
+            where=finding.where,
+            suspects=tuple(self._everyone[rank] for rank in finding.ranks),
+            judge=finding.judge,
+            outputs=unlike.outputs,
+            of_=unlike.elements,
+            bits=unlike.bits,
+            trusted=trusted,
+            numerics=self.config.numerics.mode,
+            machine={} if finding.portable else machine(),
+            details=dict(finding.details),
+        )
+        evidence.write(file, written, finding.tensors)
+        hosts = tuple(sorted({suspect.host for suspect in written.suspects}))
+        checkpoints.distrust(self.run_dir, checkpoints.Untrusted(trusted, hosts))
+        steps = [checkpoint.step for checkpoint in checkpoints.finished(self.run_dir.checkpoints)]
+        last = max((step for step in steps if step <= trusted), default=None)
+        goes_on = "no checkpoint is trusted: the run begins again from its start"
+        if last is not None:
+            resumed = f"tpi train --resume {self.run_dir.path} goes on from it"
+            goes_on = f"the last trusted checkpoint is of step {last}; {resumed}"
+        return HardwareFault(f"{written.text()}\n{goes_on}\nevidence: tpi check {file}")

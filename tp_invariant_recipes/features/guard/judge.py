@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what nets have copied to the message that ends a run, and the files that it leaves (runs/checkpoints.py).
+"""From what nets have copied to findings.
 
 A thread compares while the run goes on. A case waits for the GPU's work that was launched before it was submitted, on
 whatever stream: Bridge trains with `cuda_graph=te` on a stream of its own, and the thread's copies to the host know
@@ -20,18 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.ledger import evidence
-from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
+from tp_invariant_recipes.ledger.evidence import Suspect
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine.processor import cpu_info
 from tp_invariant_recipes.numerics.gemm import sampling
 from tp_invariant_recipes.numerics.gemm.judge import UnlikeBits, difference, expected
 from tp_invariant_recipes.numerics.gemm.sampling import DEFINED, REPEATED, Sample, Sampler
-from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.observe.shards import Shards
-from tp_invariant_recipes.runs import checkpoints
-from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 class Order(NamedTuple):
@@ -84,43 +80,6 @@ def processor() -> str:
 def machine() -> dict[str, str]:
     """Return what decides a library's bits on a CPU."""
     return {"processor": processor(), "torch": torch.__version__, "threads": str(torch.get_num_threads())}
-
-
-class Reporter:
-    """Writes what this rank has found. everyone: all ranks."""
-
-    def __init__(self, run_dir: RunDir, rank: int, everyone: list[Suspect], numerics: NumericsSettings) -> None:
-        self.run_dir, self.rank, self.everyone, self.numerics = run_dir, rank, everyone, numerics
-
-    def report(self, finding: SilentDataCorruption, trusted: int) -> HardwareFault:
-        """Return the error to raise. Its files are written."""
-        unlike = finding.difference or UnlikeBits(0, 0, 0)
-        file = checkpoints.evidence_file(self.run_dir, finding.step, self.rank)
-        written = Evidence(
-            detector=finding.detector,
-            step=finding.step,
-            where=finding.where,
-            suspects=tuple(self.everyone[rank] for rank in finding.ranks),
-            judge=finding.judge,
-            outputs=unlike.outputs,
-            of_=unlike.elements,
-            bits=unlike.bits,
-            trusted=trusted,
-            numerics=self.numerics.mode,
-            machine={} if finding.portable else machine(),
-            details=dict(finding.details),
-        )
-        evidence.write(file, written, finding.tensors)
-        hosts = tuple(sorted({suspect.host for suspect in written.suspects}))
-        checkpoints.distrust(self.run_dir, checkpoints.Untrusted(trusted, hosts))
-        return HardwareFault(f"{written.text()}\n{self._checkpoints(trusted)}\nevidence: tpi check {file}")
-
-    def _checkpoints(self, trusted: int) -> str:
-        steps = [checkpoint.step for checkpoint in checkpoints.finished(self.run_dir.checkpoints)]
-        last = max((step for step in steps if step <= trusted), default=None)
-        if last is None:
-            return "no checkpoint is trusted: the run begins again from its start"
-        return f"the last trusted checkpoint is of step {last}; tpi train --resume {self.run_dir.path} goes on from it"
 
 
 Case = Callable[[], SilentDataCorruption | None]
