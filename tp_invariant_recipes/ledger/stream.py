@@ -66,9 +66,10 @@ def last_step(file: Path) -> LastStep:
         except ValueError:
             continue
         step = checked(_Step, raw)
-        if step.loss is not None:
-            bits_float(step.loss.bits)
-        return LastStep(step.step, step.loss and step.loss.bits)
+        if step.loss is None:
+            return LastStep(step.step, None)
+        bits_float(step.loss.bits)
+        return LastStep(step.step, step.loss.bits)
     if len(lines) > 3:
         raise ValueError("its last two lines are damaged")
     return LastStep(0, None)

@@ -255,7 +255,7 @@ MESSAGES: dict[str, Any] = {
     "orders": {"start": 0, "agreed": {"identity": {"a": 1}, "environment": {"A": "1"}, "versions": {}}},
     "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
     "next": 1,
-    "failed/1": {
+    "ended/1": {
         "name": "n1", "cause": 1.5, "why": "w", "user_error": False, "hardware": False, "rank_states": [STAND],
     },
     "failing": True,
@@ -267,8 +267,8 @@ MESSAGES: dict[str, Any] = {
 def message_of(key: str) -> Callable[[Path, bytes], None]:
     def read(folder: Path, data: bytes) -> None:
         value = rendezvous.parse(key, data)
-        if key.startswith("failed"):
-            assert not value.rank_states or str(ranks.hanging(value.rank_states, RunDir(folder)))
+        if key.startswith("ended"):
+            assert value is True or not value.rank_states or str(ranks.hanging(value.rank_states, RunDir(folder)))
 
     return read
 
