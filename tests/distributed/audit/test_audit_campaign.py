@@ -4,6 +4,10 @@
 import json
 import os
 import signal
+import threading
+import time
+from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -15,6 +19,7 @@ from tp_invariant_recipes.errors import ConfigError, Interrupted
 from tp_invariant_recipes.features.audit import campaign, configurations
 from tp_invariant_recipes.features.audit.configurations import Configurations
 from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, AuditRun
+from tp_invariant_recipes.machine import processor
 
 pytestmark = pytest.mark.usefixtures("bridge", "here")
 
@@ -78,6 +83,15 @@ class Answers:
         return AuditRun(settings, WITHIN if sound else BEYOND, "text", fault[0], 1.0, fault[1])
 
 
+class Here(Executor):
+    """Calls at once, in this process."""
+
+    def submit(self, call, *arguments):
+        future = Future()
+        future.set_result(call(*arguments))
+        return future
+
+
 LOSS = "model.calculate_per_token_loss=true"
 
 
@@ -88,15 +102,22 @@ def cells_of_layouts_and_losses() -> Configurations:
         return Configurations("qwen3_toy", ["device=cpu"], Path("texts"), "cpu")
 
 
-def ran(here, monkeypatch, judged, known=None, **more):
+def ran(here, monkeypatch, judged, known=None, *, at_a_time=1, **more):
+    """A campaign whose audits are answers."""
+    answers = Answers(judged, known)
     monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())
-    audits, answers = begun(here), Answers(judged, known)
+    monkeypatch.setattr(campaign.Campaign, "_concurrent", lambda _: at_a_time)
+    monkeypatch.setattr(campaign, "workers", lambda _: nullcontext(Here()))
     monkeypatch.setattr(campaign, "audited", answers)
-    return audits.run(**more), answers
+    return begun(here).run(**more), answers
 
 
-def test_no_pair_stays_and_no_audit_is_repeated(here, monkeypatch):
-    result, answers = ran(here, monkeypatch, lambda cell: True)
+several = pytest.mark.parametrize("at_a_time", (1, 2))
+
+
+@several
+def test_no_pair_stays_and_no_audit_is_repeated(here, monkeypatch, at_a_time):
+    result, answers = ran(here, monkeypatch, lambda cell: True, at_a_time=at_a_time)
     assert len({*answers.settings}) == len(answers.settings) == len(result.trials)
     assert (result.pending, result.exit_status) == (0, 0)
 
@@ -125,40 +146,86 @@ def test_a_resumed_campaign_covers_what_a_cell_covered_that_it_would_not_choose(
     assert result.pending == 0
 
 
-def test_a_resumed_campaign_has_the_faults_of_the_first_and_repeats_no_audit(here, monkeypatch):
+@several
+def test_a_resumed_campaign_has_the_faults_of_the_first_and_repeats_no_audit(here, monkeypatch, at_a_time):
     def judged(cell):
         return not {"tp=2", LOSS} <= cell and not {"pp=2", "mbs=2"} <= cell
 
-    first, _ = ran(here, monkeypatch, judged)
+    first, _ = ran(here, monkeypatch, judged, at_a_time=at_a_time)
     trials = campaign.resumed(here / "audits")[1].trials
     audited = {trial.settings for trial in trials}
-    second, other = resumed(here, monkeypatch, trials, judged)
+    second, other = resumed(here, monkeypatch, trials, judged, at_a_time=at_a_time)
     assert not {*other.settings} & audited
     assert [finding.settings for finding in second.findings] == [finding.settings for finding in first.findings]
     assert len(first.findings) == 2
 
 
-def test_a_fault_is_shrunk_and_detected_once(here, monkeypatch):
-    result, answers = ran(here, monkeypatch, lambda cell: not {"tp=2", LOSS} <= cell)
+@several
+def test_a_fault_is_shrunk_and_detected_once(here, monkeypatch, at_a_time):
+    result, answers = ran(here, monkeypatch, lambda cell: not {"tp=2", LOSS} <= cell, at_a_time=at_a_time)
     assert [finding.settings for finding in result.findings] == [("tp=2", LOSS)]
     assert len({*answers.settings}) == len(answers.settings)
     assert (result.pending, result.exit_status) == (0, 1)
 
 
-def interrupted() -> None:
-    raise Interrupted
+def the_first_ends_last(model, words, settings, where, at):
+    """Stands for audits, of which the first ends once the third has begun."""
+    where.mkdir(parents=True)
+    until = time.monotonic() + 20
+    while where.name == "1" and not (where.parent / "3").exists():
+        assert time.monotonic() < until, "no other audit runs beside the first"
+        time.sleep(0.01)
+    return AuditRun(settings, WITHIN, "text", None, 1.0)
 
 
-@pytest.mark.parametrize("stop", (interrupted, lambda: os.kill(os.getpid(), signal.SIGTERM)), ids=("Ctrl-C", "SIGTERM"))
-def test_a_stop_keeps_what_was_done_and_names_the_command_that_goes_on(here, monkeypatch, stop):
-    """SIGTERM between two trainings; in one the launcher takes it."""
+def test_two_audits_run_at_a_time_and_are_told_in_the_order_of_the_plan(here, monkeypatch):
+    one_at_a_time, _ = ran(here / "1", monkeypatch, lambda cell: True)
+    monkeypatch.undo()
     monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())
-    answers = Answers(lambda cell: True if len(answers.settings) < 3 else stop())
-    monkeypatch.setattr(campaign, "audited", answers)
+    monkeypatch.setattr(campaign.Campaign, "_concurrent", lambda _: 2)
+    monkeypatch.setattr(campaign, "audited", the_first_ends_last)
+    two = begun(here / "2")
+    assert {trial.settings for trial in two.run().trials} == {trial.settings for trial in one_at_a_time.trials}
+    assert two.state.trials[0] == one_at_a_time.trials[0]
+
+
+@pytest.mark.parametrize("cores, free, number", ((1, 2**40, 1), (2, 2**40, 2), (8, 2**30, 1), (8, None, 2)))
+def test_two_audits_run_at_a_time_where_there_are_cores_and_memory(here, monkeypatch, cores, free, number):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())
+    audits = begun(here)
+    monkeypatch.setattr(processor, "available", lambda: free)
+    assert audits._concurrent() == number
+
+
+def the_third_does_not_end(model, words, settings, where, at):
+    where.mkdir(parents=True)
+    (where / "pid").write_text(str(os.getpid()))
+    if int(where.name) > 2:
+        time.sleep(600)
+    return AuditRun(settings, WITHIN, "text", None, 1.0)
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM), ids=("Ctrl-C", "SIGTERM"))
+def test_a_stop_ends_all_audits_and_names_the_command_that_goes_on(here, monkeypatch, number):
+    monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())
+    monkeypatch.setattr(campaign.Campaign, "_concurrent", lambda _: 2)
+    monkeypatch.setattr(campaign, "audited", the_third_does_not_end)
     where, state = campaign.new("qwen3_toy", ["device=cpu"], here / "audits")
+    told = []
+
+    def stop():
+        while len(told) < 2 or not all((where.trial(n) / "pid").exists() for n in (3, 4)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop, daemon=True).start()
     with pytest.raises(Interrupted, match=f"stopped after 2 audits; tpi audit --resume {where.path}"):
-        campaign.execute(where, state, lambda *_: None, resume=False)
-    assert len(campaign.resumed(where.path)[1].trials) == 2
+        campaign.execute(where, state, lambda trial, *_: told.append(trial), resume=False)
+    assert campaign.resumed(where.path)[1].trials == told
+    pids = {(where.trial(n) / "pid").read_text() for n in (3, 4)}
+    assert len(pids) == 2
+    assert not any(Path("/proc", pid).exists() for pid in pids)
 
 
 @pytest.mark.parametrize("known", (None, "a known fault"))
@@ -168,13 +235,15 @@ def test_the_first_fault_that_is_not_known_ends_a_campaign_on_request(here, monk
     assert all(finding.trial.known == known for finding in result.findings)
 
 
-def test_the_smallest_part_that_bridge_refuses_is_refused_once(here, monkeypatch):
+@several
+def test_the_smallest_part_that_bridge_refuses_is_refused_once(here, monkeypatch, at_a_time):
     def problems(self, cell):
         return dict.fromkeys(["as Bridge says"] if {"pp=2", LOSS} <= cell else [])
 
     monkeypatch.setattr(campaign.Campaign, "_problems", problems)
-    result, answers = ran(here, monkeypatch, lambda cell: None if {"pp=2", LOSS} <= cell else True)
-    assert [{"pp=2", LOSS} <= {*settings} for settings in answers.settings].count(True) == 1
+    refused = {"pp=2", LOSS}
+    result, answers = ran(here, monkeypatch, lambda cell: None if refused <= cell else True, at_a_time=at_a_time)
+    assert sum(refused <= {*settings} for settings in answers.settings) <= 2 * at_a_time - 1
     assert result.refused == {f"pp=2 {LOSS}": "as Bridge says"}
     assert (result.pending, result.exit_status) == (0, 0)
 

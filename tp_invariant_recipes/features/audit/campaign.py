@@ -3,12 +3,15 @@
 once."""
 
 import json
+import multiprocessing
+import os
 import random
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
@@ -22,11 +25,14 @@ from tp_invariant_recipes.features.audit.configurations import Configuration, Co
 from tp_invariant_recipes.features.audit.result import BEYOND, FAILED, AuditRun, CampaignResult, ShrunkFault
 from tp_invariant_recipes.launch import plan, train
 from tp_invariant_recipes.launch.ranks import interruptible
+from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import checked
-from tp_invariant_recipes.runs.lock import locked, locked_empty
+from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.runs.sweep_dir import CampaignDir
+from tp_invariant_recipes.sizing import memory
+from tp_invariant_recipes.start import forking
 
 RANKS = 4  # at most, of a configuration
 OnTrial = Callable[[AuditRun, int, int], None]
@@ -53,30 +59,51 @@ class Campaign:
     def __init__(self, where: CampaignDir, state: State, on_trial: OnTrial, *, scripts: bool) -> None:
         self.where, self.state, self._on_trial, self._scripts = where, state, on_trial, scripts
         self._refused: dict[Configuration, str] = {}  # -> why
+        self._begun: dict[tuple[str, ...], Future[AuditRun | None]] = {}  # by settings
         self._directories = max((int(path.name) for path in where.trial(0).parent.glob("*")), default=0)
         self._cells = Configurations(state.model, state.overrides, where.texts, plan.detect_device())
         self._covering = Covering(self._cells.axes, len(configurations.LAYOUTS), self._allowed)
 
     def run(self, *, exitfirst: bool = False) -> CampaignResult:
-        """Audit all configurations, one after the other. Interrupted: Ctrl-C, SIGTERM.
+        """Audit all configurations, and judge them in the order of the plan. Interrupted: Ctrl-C, SIGTERM.
 
         exitfirst: end with the first fault that is not known.
         """
-        begun = time.monotonic()
+        begun, number = time.monotonic(), self._concurrent()
         for earlier in self.state.trials:
+            self._begun[earlier.settings] = Future()
+            self._begun[earlier.settings].set_result(earlier)
             if earlier.covers:
                 self._covering.cover(frozenset(earlier.settings))
-        while (cell := self._covering.next()) is not None:
-            trial = self._audited(cell)
-            if trial is None:
-                self._refuse(cell)
-            elif trial.covers:
-                self._covering.cover(cell)
-            else:
-                self._record(*self._shrunk(cell, trial))
-            if exitfirst and any(finding.trial.known is None for finding in self.state.findings):
-                break
+        ahead: list[Configuration] = []
+        with workers(number) as self._workers:
+            while self._fill(ahead, 2 * number - 1):  # one more than run: a core that is done has the next
+                if not self._allowed(cell := ahead.pop(0)):  # for a fault that has been found since
+                    continue
+                trial = self._audited(cell)
+                if trial is None:
+                    self._refuse(cell)
+                elif trial.covers:
+                    self._covering.cover(cell)
+                else:
+                    self._record(*self._shrunk(cell, trial))
+                if exitfirst and any(finding.trial.known is None for finding in self.state.findings):
+                    break
         return self._write(round(time.monotonic() - begun, 1))
+
+    def _concurrent(self) -> int:
+        """Return how many audits run at a time: two where there are cores and memory for them. GPUs belong to one."""
+        cores, free = len(os.sched_getaffinity(0)), processor.available()
+        fit = free is None or 2 * RANKS * memory.estimate(self._cells.base).rank <= free
+        return 2 if self._cells.base.device.kind == "cpu" and cores > 1 and fit else 1
+
+    def _fill(self, ahead: list[Configuration], most: int) -> bool:
+        """Begin the next audits, as if those ahead of them will find nothing; whether there are any."""
+        lock.check()
+        while len(ahead) < most and (cell := self._covering.next(ahead)) is not None:
+            self._begin(cell)
+            ahead.append(cell)
+        return bool(ahead)
 
     # --- which configurations ---
 
@@ -100,12 +127,9 @@ class Campaign:
         ConfigError: Bridge refuses the model without any setting.
         """
         reasons = self._problems(cell)
-        if not (small := shrunk(cell, partial(self._refused_alike, reasons=reasons))):
+        if not (small := shrunk(cell, lambda part: bool(reasons.keys() & self._problems(part)))):
             refuse([*reasons])
         self._refused[small] = next(iter(reasons), "an audit of it cannot be planned")
-
-    def _refused_alike(self, cell: Configuration, reasons: dict[str, None]) -> bool:
-        return not reasons.keys().isdisjoint(self._problems(cell))
 
     def _problems(self, cell: Configuration) -> dict[str, None]:
         """Return why Bridge, or a check of this machine, refuses a training with these settings."""
@@ -119,16 +143,20 @@ class Campaign:
 
     # --- audits ---
 
-    def _audited(self, cell: Configuration, sizes: tuple[str, ...] = ()) -> AuditRun | None:
-        """Return the audit of a configuration, which may be recorded from an earlier start; None: no run may have
-        it. sizes: overrides smaller than the campaign's."""
+    def _begin(self, cell: Configuration, sizes: tuple[str, ...] = ()) -> Future[AuditRun | None]:
+        """Begin the audit of a configuration, unless it has begun. sizes: overrides smaller than the campaign's."""
         settings = (*sizes, *self._cells.settings(cell))
-        if (recorded := next((trial for trial in self.state.trials if trial.settings == settings), None)) is not None:
-            return recorded
-        self._directories += 1
-        words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(cell), *sizes]
-        trial = audited(self.state.model, words, settings, self.where.trial(self._directories), self.state.resume_at)
-        if trial is not None:
+        if settings not in self._begun:
+            self._directories += 1
+            words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(cell), *sizes]
+            more = self.where.trial(self._directories), self.state.resume_at
+            self._begun[settings] = self._workers.submit(audited, self.state.model, words, settings, *more)
+        return self._begun[settings]
+
+    def _audited(self, cell: Configuration, sizes: tuple[str, ...] = ()) -> AuditRun | None:
+        """Return the audit of a configuration, and record it; None: no run may have it."""
+        trial = self._begin(cell, sizes).result()
+        if trial is not None and trial not in self.state.trials:
             self.state.trials.append(trial)
             self._write()
             self._on_trial(trial, self._covering.total - len(self._covering.pending), self._covering.total)
@@ -235,7 +263,7 @@ def execute(
     scripts: bool = False,
 ) -> CampaignResult:
     """Run a campaign to its end. Interrupted: Ctrl-C; what it has done is kept for --resume."""
-    with (locked if resume else locked_empty)(where), interruptible():
+    with (lock.locked if resume else lock.locked_empty)(where), interruptible():
         _write_texts(where.texts)
         try:
             return Campaign(where, state, on_trial, scripts=scripts).run(exitfirst=exitfirst)
@@ -245,6 +273,18 @@ def execute(
             if not state.trials:  # the model or an override is refused; nothing was done
                 shutil.rmtree(where.path)
             raise
+
+
+@contextmanager
+def workers(number: int) -> Iterator[Executor]:
+    """Start processes that audit, since audits differ in their environment; end them, and their ranks, at the end."""
+    pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), forking.serve_starter)
+    try:
+        yield pool
+    finally:
+        for process in multiprocessing.active_children():
+            process.kill()
+        pool.shutdown(cancel_futures=True)
 
 
 def audited(

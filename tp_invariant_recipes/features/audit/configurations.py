@@ -2,7 +2,7 @@
 """The settings that a campaign combines, and the configuration of a configuration of them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -122,9 +122,8 @@ class Covering:
     """The pairs that no configuration has covered yet.
 
     axes:    rows of overrides; a configuration has at most one setting of an axis.
-    layouts: how many of the axes, the first ones, change the layout. Every configuration has such a setting: the
-    others alone
-             leave nothing to compare.
+    layouts: how many of the axes, the first ones, change the layout. Every configuration has such a setting: the others
+             alone leave nothing to compare.
     allowed: whether a run may have these settings together.
     """
 
@@ -152,15 +151,16 @@ class Covering:
         for pair in [pair for pair in self.pending if pair <= cell]:
             del self.pending[pair]
 
-    def next(self) -> Configuration | None:
+    def next(self, ahead: Collection[Configuration] = ()) -> Configuration | None:
         """Return the next configuration: the first pending pair, and what fits beside it; None: nothing is left.
 
-        A pair that no run may have is dropped from `pending`.
+        A pair that no run may have is dropped from `pending`. ahead: configurations that will cover their pairs.
         """
-        for pair in [*self.pending]:
+        pending = dict.fromkeys(pair for pair in self.pending if not any(pair <= cell for cell in ahead))
+        for pair in [*pending]:
             if (cell := self._seed(pair)) is not None:
-                return self._grown(cell)
-            del self.pending[pair]
+                return self._grown(cell, pending)
+            del pending[pair], self.pending[pair]
         return None
 
     def _seed(self, pair: Configuration) -> Configuration | None:
@@ -176,10 +176,10 @@ class Covering:
     def _fits(self, cell: Configuration, setting: str) -> bool:
         return self._axis[setting] not in {self._axis[other] for other in cell}
 
-    def _grown(self, cell: Configuration) -> Configuration:
+    def _grown(self, cell: Configuration, pending: Container[Configuration]) -> Configuration:
         while len(cell) < MOST:
             gains = {
-                setting: sum(frozenset((setting, other)) in self.pending for other in cell)
+                setting: sum(frozenset((setting, other)) in pending for other in cell)
                 for setting in self._axis
                 if self._fits(cell, setting) and not (self._axis[setting] < self._layouts and ranks(setting) > 1)
             }
