@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tp_invariant_recipes.jobs import registry, slurm_client
 from tp_invariant_recipes.multinode import srun
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.runs.sweep_dir import Omission
+from tp_invariant_recipes.runs.sweep_dir import Configuration, Omission
 from tp_invariant_recipes.settings.run_config import Allocation, RunConfig, ranks_per_node
 from tp_invariant_recipes.settings.sections import SlurmSettings
 from tp_invariant_recipes.text import single_line
@@ -33,35 +33,23 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH
 class Job:
     """The resources that a script requests from SLURM.
 
-    about:       a sentence for people who read the script.
-    gres:        of each node, such as "gpu:8"; None: none. cpus: of each node; None: the site's default.
-    whole:       whether the job has its nodes to itself.
-    save_before: seconds before the time limit at which SLURM signals the run; None: it does not.
-    directory:   the job's working directory.
-    log:         the file of its output, as for sbatch's --output.
-    slurm:       account, partition, qos, options and setup of all jobs.
+    about: a sentence for people who read the script.
+    log:   the file of its output, as for sbatch's --output.
+    time:  its time limit.
+    slurm: account, partition, qos, options and setup of all jobs.
+    gres:  of each node, such as "gpu:8"; None: none. cpus: of each node; None: the site's default.
+    whole: whether the job has its nodes to itself.
     """
 
     name: str
     about: str
-    nodes: int
-    gres: str | None
-    cpus: int | None
-    whole: bool
-    time: str
-    save_before: int | None
-    directory: Path
     log: str
+    time: str
     slurm: SlurmSettings
-
-
-@dataclass(frozen=True)
-class ConfigurationStep:
-    """A configuration of a verify: its name, the words that start its step, its overrides."""
-
-    name: str
-    srun: tuple[str, ...]
-    overrides: tuple[str, ...]
+    nodes: int = 1
+    gres: str | None = None
+    cpus: int | None = None
+    whole: bool = False
 
 
 def training(config: RunConfig, allocated: Allocation, *, name: str, about: str, log: str) -> Job:
@@ -69,20 +57,11 @@ def training(config: RunConfig, allocated: Allocation, *, name: str, about: str,
     cluster, slurm = config.cluster, config.slurm
     assert slurm.time is not None  # check/hosts/job.py refuses a job without
     kind = f"gpu:{cluster.gpu_type}" if cluster.gpu_type else "gpu"
-    return Job(
-        name=name,
-        about=about,
-        nodes=allocated.nodes,
-        gres=f"{kind}:{allocated.gpus}" if allocated.gpus else None,
-        cpus=None if allocated.gpus else allocated.ranks,  # on a CPU one thread a rank computes
-        # By default SLURM would give a node's only task one processor, and memory in proportion.
-        whole=slurm.exclusive or allocated.ranks == ranks_per_node(config),
-        time=slurm.time,
-        save_before=slurm.save_before,
-        directory=Path.cwd(),
-        log=log,
-        slurm=slurm,
-    )
+    gres = f"{kind}:{allocated.gpus}" if allocated.gpus else None
+    cpus = None if allocated.gpus else allocated.ranks  # on a CPU one thread a rank computes
+    # By default SLURM would give a node's only task one processor, and memory in proportion.
+    whole = slurm.exclusive or allocated.ranks == ranks_per_node(config)
+    return Job(name, about, log, slurm.time, slurm, allocated.nodes, gres, cpus, whole)
 
 
 def train(job: Job, config: RunConfig, model: str, overrides: Sequence[Override], run: Path) -> str:
@@ -92,9 +71,16 @@ def train(job: Job, config: RunConfig, model: str, overrides: Sequence[Override]
     return _render("train", job=job, srun=srun_, tpi=srun.tpi(config), model=model, overrides=words, run=run)
 
 
-def array(job: Job, config: RunConfig, model: str, cells: Sequence[ConfigurationStep], directory: Path) -> str:
-    """Return the script of the configurations of a verify, each in a directory of its name in `directory`."""
-    return _render("array", job=job, tpi=srun.tpi(config), model=model, cells=cells, directory=directory)
+def array(
+    job: Job, configs: Mapping[str, RunConfig], model: str, cells: Sequence[Configuration], needed: Sequence[Path]
+) -> str:
+    """Return the script of the configurations of a verify, each in a directory of its name.
+
+    configs: by name. needed: the paths that they read; the first holds their directories.
+    """
+    steps = {name: ("srun", *srun.arguments(config, needed)) for name, config in configs.items()}
+    tpi = srun.tpi(next(iter(configs.values())))
+    return _render("array", job=job, srun=steps, tpi=tpi, model=model, cells=cells, directory=needed[0])
 
 
 def judge(job: Job, config: RunConfig, directory: Path, needed: Sequence[Path]) -> str:
@@ -135,7 +121,7 @@ def _render(template: str, **values: Any) -> str:
         "option": _option,
         "comment": single_line,
     }
-    return environment.get_template(f"{template}.sbatch.j2").render(values)
+    return environment.get_template(f"{template}.sbatch.j2").render(values | {"folder": Path.cwd()})
 
 
 def _sbatch(value: object) -> str:
@@ -218,10 +204,7 @@ class PlannedSubmission:
     def as_json(self) -> dict[str, Any]:
         """Return the JSON of a dry run; documented in slurm/README.md."""
         return {
-            "schema": registry.SCHEMA,
-            "kind": self.kind,
-            "model": self.model,
-            "directory": str(self.directory.path),
+            **self._common(),
             "resumed": self.resumed,
             "nodes": self.allocated.nodes,
             "ranks_per_node": self.allocated.ranks,
@@ -241,15 +224,16 @@ class PlannedSubmission:
     def as_dict(self, ids: Sequence[str]) -> dict[str, Any]:
         """Return the contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
         return {
-            "schema": registry.SCHEMA,
-            "kind": self.kind,
-            "model": self.model,
+            **self._common(),
             "command": shlex.join(["tpi", *sys.argv[1:]]),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "directory": str(self.directory.path),
             "jobs": [{"id": job, "role": script.role} for script, job in zip(self.scripts, ids, strict=True)],
             **({"cells": list(self.cells)} if self.cells else {}),
         }
+
+    def _common(self) -> dict[str, Any]:
+        path = str(self.directory.path)
+        return {"schema": registry.SCHEMA, "kind": self.kind, "model": self.model, "directory": path}
 
 
 def check(submission: PlannedSubmission) -> str | None:

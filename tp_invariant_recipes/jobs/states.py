@@ -4,7 +4,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -163,53 +163,52 @@ def _state(part: JobPart, queue: Mapping[str, Queued] | None, accounted: Mapping
     tried = [attempt for attempt in attempts(part.run) if attempt.job]
     last = tried[-1] if tried else None
     step, loss = _last_step(part.run.progress)
-    facts: dict[str, Any] = {
-        "part": part,
-        "tries": 1 + last.job.restart if last and last.job else 1,
-        "step": step,
-        "last_step": last.to_step if last else None,
-        "loss": loss,
-        "nodes": queued.nodes if queued else "",
-    }
+    state = JobState(
+        part,
+        queued.state if queued else UNKNOWN,
+        tries=1 + last.job.restart if last and last.job else 1,
+        step=step,
+        last_step=last.to_step if last else None,
+        loss=loss,
+        nodes=queued.nodes if queued else "",
+    )
     if queued is not None and not queued.over:
         reason = queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
-        return JobState(**facts, word=queued.state, reason=reason, seconds_remaining=queued.seconds_remaining)
+        return replace(state, reason=reason, seconds_remaining=queued.seconds_remaining)
     word = queued.state if queued else accounted.get(part.id) if part.current else None
     if word not in slurm_client.OVER:
         word = None  # SLURM writes the accounts some time after the end
-    end = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)
-    if queue is None and (not end["settled"] or (last and last.requeued)):
-        return JobState(**facts, word=UNKNOWN, alive=None)
-    return JobState(**facts, **end, alive=False)
+    ended = replace(state, word=word or UNKNOWN, alive=False, settled=word not in (None, *_ENDED_BY_SCRIPT))
+    ended = _judged(ended) if part.role == JUDGE else _ended(ended, last)
+    if queue is None and (not ended.settled or (last and last.requeued)):
+        return replace(state, alive=None)
+    return ended
 
 
-def _ended(part: JobPart, word: str | None, last: Restart | None) -> dict[str, Any]:
-    """Return the fields of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
-    by_slurm = word not in (None, *_ENDED_BY_SCRIPT)
+def _ended(state: JobState, last: Restart | None) -> JobState:
+    """Complete the state of a run whose job SLURM no longer knows. last: the last attempt by a job."""
     if last is None or last.outcome is None:
-        note = _with_log(part, "it recorded no exit status" if last else "it recorded no start")
-        note = note if part.current else f"its id is another job's now; {note}"
-        status = 0 if word == COMPLETED.upper() else 2
-        return {"word": word or UNKNOWN, "exit_status": status, "settled": by_slurm, "note": note}
+        note = _with_log(state.part, "it recorded no exit status" if last else "it recorded no start")
+        note = note if state.part.current else f"its id is another job's now; {note}"
+        return replace(state, exit_status=0 if state.word == COMPLETED.upper() else 2, note=note)
     # Unless it was cancelled, SLURM has started another try of a requeued job, whose end is still to come.
     lost = "it was to be queued again, and is in the queue no more" if last.requeued else None
-    return {
-        "word": word or last.outcome,
-        "exit_status": 0 if last.outcome == COMPLETED else 2,
-        "settled": by_slurm or not last.requeued,
-        "note": "; ".join(filter(None, (last.why, lost))) or None,
-    }
+    return replace(
+        state,
+        word=last.outcome if state.word == UNKNOWN else state.word,
+        exit_status=0 if last.outcome == COMPLETED else 2,
+        settled=state.settled or not last.requeued,
+        note="; ".join(filter(None, (last.why, lost))) or None,
+    )
 
 
-def _judged(part: JobPart, word: str | None) -> dict[str, Any]:
-    """Return the fields of a judge whose job SLURM no longer knows, from the files that it wrote."""
+def _judged(state: JobState) -> JobState:
+    """Complete the state of a judge whose job SLURM no longer knows, from the files that it wrote."""
     try:
-        result = SweepDir(part.directory).read_result()
-        return {"word": result.verdict, "exit_status": result.exit_status, "settled": True, "note": result.text}
+        result = SweepDir(state.part.directory).read_result()
     except RunError:
-        settled = word not in (None, *_ENDED_BY_SCRIPT)
-        note = _with_log(part, "it left no verdict")
-        return {"word": word or UNKNOWN, "exit_status": 2, "settled": settled, "note": note}
+        return replace(state, exit_status=2, note=_with_log(state.part, "it left no verdict"))
+    return replace(state, word=result.verdict, exit_status=result.exit_status, settled=True, note=result.text)
 
 
 def _with_log(part: JobPart, words: str) -> str:

@@ -25,7 +25,7 @@ from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed, re
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.features.verify.configurations import spread
 from tp_invariant_recipes.jobs import registry, script, slurm_client, states
-from tp_invariant_recipes.jobs.script import ConfigurationStep, JobScript, PlannedSubmission
+from tp_invariant_recipes.jobs.script import Job, JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import plan, record, trust
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
@@ -39,7 +39,6 @@ from tp_invariant_recipes.launch.resume import (
 )
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.multinode import srun
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.settings import run_config
 from tp_invariant_recipes.settings.keys import nearest
@@ -199,31 +198,17 @@ def _array_scripts(
     files: the cluster's own.
     """
     configs = {name: planned.composed.config for name, planned in verification.plans.items()}
-    config, where = next(iter(configs.values())), verification.directory
+    config, where, matrix = next(iter(configs.values())), verification.directory, verification.matrix
     path, name = where.path, f"tpi-{where.path.name}"
     job = script.training(config, allocated, name=name, about=about, log=script.log_in(where.logs, "job-%A_%a.log"))
-    steps = [
-        ConfigurationStep(cell.name, ("srun", *srun.arguments(configs[cell.name], [path, *files])), cell.overrides)
-        for cell in verification.matrix.cells
-    ]
+    array = script.array(job, configs, model, matrix.cells, [path, *files])
     shorter = job_rules.parse_time(job.time) < job_rules.parse_time(JUDGE_TIME)
-    judge = replace(
-        job,
-        name=f"{name}-judge",
-        about=f"{model}: compares the configurations",
-        nodes=1,
-        gres=None,
-        cpus=None,
-        whole=False,
-        time=job.time if shorter else JUDGE_TIME,
-        save_before=None,
-        log=script.log_in(where.logs, "job-%j.log"),
-    )
-    reference = [] if verification.matrix.against is None else [Path(verification.matrix.against)]
-    judge_script = script.judge(judge, config, path, [path, *reference])
+    compares, log = f"{model}: compares the configurations", script.log_in(where.logs, "job-%j.log")
+    judge = Job(f"{name}-judge", compares, log, job.time if shorter else JUDGE_TIME, job.slurm)
+    reference = [] if matrix.against is None else [Path(matrix.against)]
     return (
-        JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path)),
-        JobScript(registry.JUDGE, path / "judge.sbatch", judge_script),
+        JobScript(registry.CELLS, where.script, array),
+        JobScript(registry.JUDGE, path / "judge.sbatch", script.judge(judge, config, path, [path, *reference])),
     )
 
 

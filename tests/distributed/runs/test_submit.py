@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands_on_path import CommandsOnPath
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.jobs.slurm_client import Partition
@@ -34,31 +35,14 @@ def here(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-class Slurm:
-    """SLURM of two partitions. sbatch gives ids from 12 on; scancel notes what it is given."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.put("sinfo", "printf '%s\\n' 'a notice' 'tpi|cpu*|0/3/0/3|1-00:00:00' 'tpi|short|0/3/0/3|1:00'")
-        self.put("sbatch", f"echo a notice; echo $((11 + $(wc -l <{folder}/sbatch.said)))")
-        self.put("scancel", "")
-
-    def put(self, name: str, body: str) -> None:
-        file = self.folder / name
-        file.write_text(f'#!/bin/bash\necho "$*" >>{self.folder}/{name}.said\n{body}\n')
-        file.chmod(0o755)
-
-    def calls(self, name: str) -> list[str]:
-        file = self.folder / f"{name}.said"
-        return file.read_text().splitlines() if file.exists() else []
-
-
 @pytest.fixture
-def slurm(tmp_path, monkeypatch) -> Slurm:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return Slurm(folder)
+def slurm(tmp_path, monkeypatch) -> CommandsOnPath:
+    """SLURM of two partitions. sbatch gives ids from 12 on."""
+    commands = CommandsOnPath(tmp_path / "bin", monkeypatch)
+    commands.put("sinfo", "printf '%s\\n' 'a notice' 'tpi|cpu*|0/3/0/3|1-00:00:00' 'tpi|short|0/3/0/3|1:00'")
+    commands.put("sbatch", f"echo a notice; echo $((11 + $(wc -l <{commands.folder}/sbatch.said)))")
+    commands.put("scancel")
+    return commands
 
 
 def _registered(tmp_path: Path) -> list[dict]:

@@ -2,13 +2,12 @@
 """Submitted runs, and a SLURM that a test tells what to say."""
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.unit.jobs.fake_slurm import NOTICE, SACCT, SCANCEL, SQUEUE, Made, Slurm
+from tests.unit.jobs.fake_slurm import Made, Slurm
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -24,14 +23,7 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    (folder / "number").write_text("0")
-    for name, text in {"squeue": SQUEUE, "sacct": SACCT, "scancel": SCANCEL}.items():
-        (folder / name).write_text(text.format(folder=folder, notice=NOTICE))
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return Slurm(folder)
+    return Slurm(tmp_path / "slurm", monkeypatch)
 
 
 @pytest.fixture

@@ -12,21 +12,20 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
+from tests.commands_on_path import CommandsOnPath
+
 NOTICE = "Maintenance|on|Monday at 12:00"  # sites print such lines on standard output
-SQUEUE = r"""#!/bin/bash
-echo "squeue $*" >>{folder}/calls
+SQUEUE = r"""
 n=$(( $(cat {folder}/number) + 1 ))
 if [[ -e {folder}/scene-$n ]]; then echo "$n" >{folder}/number; else n=$((n - 1)); fi
 echo "{notice}"
 . {folder}/scene-$n
 """
-SACCT = r"""#!/bin/bash
-echo "sacct $*" >>{folder}/calls
+SACCT = r"""
 echo "{notice}"
 cat {folder}/accounts 2>/dev/null || {{ echo "Slurm accounting storage is disabled" >&2; exit 1; }}
-"""
-SCANCEL = r"""#!/bin/bash
-echo "scancel $*" >>{folder}/calls
 """
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
@@ -37,12 +36,15 @@ def row(job: str, state: str, reason: str = "None", remaining: str = "9:00", nod
     return "|".join(("tpi", array, task or "N/A", state, remaining, nodes, reason))
 
 
-@dataclass
-class Slurm:
+class Slurm(CommandsOnPath):
     """SLURM's commands on PATH."""
 
-    folder: Path
-    scenes: int = 0
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(folder, monkeypatch)
+        self.scenes = 0
+        (folder / "number").write_text("0")
+        for name, body in {"squeue": SQUEUE, "sacct": SACCT, "scancel": ""}.items():
+            self.put(name, body.format(folder=folder, notice=NOTICE))
 
     def scene(self, *rows: str, before: str = "", away: bool = False) -> None:
         """The next answer of squeue. before: shell commands that run first. away: the controller does not answer."""
@@ -53,12 +55,6 @@ class Slurm:
     def accounts(self, *rows: str) -> None:
         """What sacct says; without, no accounts are kept."""
         (self.folder / "accounts").write_text("".join(f"{row}\n" for row in rows))
-
-    def calls(self, command: str) -> list[str]:
-        """The arguments of each call of a command."""
-        file = self.folder / "calls"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [line.partition(" ")[2] for line in lines if line.startswith(f"{command} ")]
 
 
 @dataclass

@@ -10,47 +10,30 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.commands_on_path import CommandsOnPath
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client
 from tp_invariant_recipes.jobs.slurm_client import Partition, Queued
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch) -> Callable[..., None]:
-    """Put a command on PATH, where there is nothing else of SLURM's: command("squeue", out="…", err="…", status=1).
-
-    Each call of it is a line in `asked`: its words, and the names of its variables.
-    """
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-
-    def put(name: str, out: str = "", err: str = "", status: int = 0, seconds: float = 0) -> None:
-        file = folder / name
-        file.write_text(
-            f"#!/bin/bash\n"
-            f"names=$(compgen -e)\n"
-            f"IFS=$'\\t'\n"
-            f"echo \"$*|${{names//$'\\n'/ }}\" >>{shlex.quote(str(tmp_path / 'asked'))}\n"
-            f"printf %s {shlex.quote(err)} >&2\n"
-            f"{f'/bin/sleep {seconds}' if seconds else ''}\n"
-            f"printf %s {shlex.quote(out)}\n"
-            f"exit {status}\n"
-        )
-        file.chmod(0o755)
-
-    return put
+def commands(tmp_path, monkeypatch) -> CommandsOnPath:
+    """Nothing else is on PATH. The file `variables` has the names of a call's variables."""
+    commands = CommandsOnPath(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("PATH", str(commands.folder))
+    return commands
 
 
 @pytest.fixture
-def asked_of_slurm(tmp_path) -> Callable[[], list[tuple[list[str], list[str]]]]:
-    """What the commands were called with: words and names of variables of each call."""
+def command(commands) -> Callable[..., None]:
+    """Put a command on PATH: command("squeue", out="…", err="…", status=1)."""
 
-    def read() -> list[tuple[list[str], list[str]]]:
-        calls = [line.split("|") for line in (tmp_path / "asked").read_text().splitlines()]
-        return [("|".join(words).split("\t"), names.split()) for *words, names in calls]
+    def put(name: str, out: str = "", err: str = "", status: int = 0, seconds: float = 0) -> None:
+        sleep = f"/bin/sleep {seconds}; " if seconds else ""
+        said = f"printf %s {shlex.quote(err)} >&2; {sleep}printf %s {shlex.quote(out)}"
+        commands.put(name, f"compgen -e >{commands.folder}/variables; {said}; exit {status}")
 
-    return read
+    return put
 
 
 NOTICE = "** Maintenance on Monday|12|N/A|RUNNING **\n7 nodes are down\n"
@@ -80,7 +63,7 @@ def test_a_row_that_is_torn_is_an_error(command):
         slurm_client.partitions()
 
 
-def test_the_accounts_are_read(command, asked_of_slurm):
+def test_the_accounts_are_read(command, commands):
     rows = "7|COMPLETED\n8_0|FAILED\n8_[1,3-4%2]|CANCELLED by 1000\n9|RUNNING\n"
     command("sacct", NOTICE + rows)
     assert slurm_client.accounting(["7", "8", "9"]) == {
@@ -89,7 +72,7 @@ def test_the_accounts_are_read(command, asked_of_slurm):
         **{f"8_{task}": "CANCELLED" for task in (1, 3, 4)},
         "9": "RUNNING",
     }
-    assert asked_of_slurm()[0][0][-1] == "--jobs=7,8,9"
+    assert commands.calls("sacct")[0].endswith(" --jobs=7,8,9")
 
 
 def test_without_accounts_nothing_is_known(command):
@@ -109,10 +92,10 @@ def test_the_partitions_are_read(command):
     ]
 
 
-def test_cancelling_asks_for_each_job_and_forgives_those_that_are_gone(command, asked_of_slurm):
+def test_cancelling_asks_for_each_job_and_forgives_those_that_are_gone(command, commands):
     command("scancel", err="scancel: error: Kill job error on job id 7: Invalid job id specified\n", status=1)
     slurm_client.cancel(["7", "8_0"])
-    assert [words for words, _ in asked_of_slurm()] == [["7"], ["8_0"]]
+    assert commands.calls("scancel") == ["7", "8_0"]
 
 
 def test_a_job_of_somebody_else_is_not_cancelled_in_silence(command):
@@ -133,10 +116,10 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize("answer", ("12\n", "12;cluster\n", f"{NOTICE}12\n", f"3\n12;cluster\nsee the wiki\n{NOTICE}"))
-def test_submitting_gives_the_id(command, asked_of_slurm, script, answer):
+def test_submitting_gives_the_id(command, commands, script, answer):
     command("sbatch", answer)
     assert slurm_client.sbatch(script, ["--dependency=afterany:7"]) == "12"
-    assert asked_of_slurm()[0][0] == ["--parsable", "--dependency=afterany:7", str(script)]
+    assert commands.calls("sbatch") == [f"--parsable --dependency=afterany:7 {script}"]
 
 
 def test_an_answer_without_an_id_is_an_error(command, script):
@@ -145,24 +128,25 @@ def test_an_answer_without_an_id_is_an_error(command, script):
         slurm_client.sbatch(script, [])
 
 
-def test_the_script_says_more_than_variables(command, asked_of_slurm, script, monkeypatch):
+def test_the_script_says_more_than_variables(command, commands, script, monkeypatch):
     command("sbatch", "12\n")
     dropped = ("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_TEST_ONLY")
     kept = ("SBATCH_ACCOUNT", "SLURM_CONF", "SLURM_MEM_PER_NODE", "MY_OWN")
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, "x")
     slurm_client.sbatch(script, [])
-    given = asked_of_slurm()[0][1]
+    given = (commands.folder / "variables").read_text().split()
     assert [name for name in dropped if name in given] == []
     assert [name for name in kept if name not in given] == []
 
 
-def test_a_job_submitted_in_a_job_is_not_a_part_of_it(command, asked_of_slurm, script, monkeypatch):
+def test_a_job_submitted_in_a_job_is_not_a_part_of_it(command, commands, script, monkeypatch):
     command("sbatch", "12\n")
     for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SLURM_NTASKS", "SLURM_CONF"):
         monkeypatch.setenv(name, "x")
     slurm_client.sbatch(script, [])
-    assert [name for name in asked_of_slurm()[0][1] if name.startswith("SLURM")] == ["SLURM_CONF"]
+    given = (commands.folder / "variables").read_text().split()
+    assert [name for name in given if name.startswith("SLURM")] == ["SLURM_CONF"]
 
 
 # SLURM's words on standard error, and what the message must advise beside them.
