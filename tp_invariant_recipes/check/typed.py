@@ -167,6 +167,14 @@ def _optimizer(config: RunConfig) -> str:
     return config.at("optimizer.optimizer") or "adam"
 
 
+def _computed_again(config: RunConfig) -> bool:
+    """Whether parts of layers are computed again, and the model has each that is named."""
+    sizes = {"moe": "num_moe_experts", "shared_experts": "moe_shared_expert_intermediate_size"}
+    named = config.model.get("recompute_modules") or ()
+    has_all = all(config.model.get(size) for part, size in sizes.items() if part in named)
+    return config.model.get("recompute_granularity") == "selective" and has_all
+
+
 FEATURES = (
     _row("model.moe_", "model.num_moe_experts", "the model has no experts", "model.num_moe_experts=N"),
     _row("model.mtp_", "model.mtp_num_layers", "it predicts one token", "model.mtp_num_layers=N"),
@@ -177,6 +185,8 @@ FEATURES = (
     _row("model.window_attn_", "model.window_size", "attention has no window", "model.window_size=[N,0]"),
     _row("model.recompute_m model.recompute_n model.distribute_saved_activations", "model.recompute_granularity",
          "nothing is computed again", "model.recompute_granularity=full"),
+    _row("model.recompute_modules", _computed_again, "layers are computed again whole, or have no such part",
+         "model.recompute_granularity=selective, parts that the model has"),
     _row("model.rotary_ model.rope_", lambda t: t.model.get("position_embedding_type", "rope") in _TURNED,
          "no positions are rotary", "model.position_embedding_type=rope"),
     _row("model.rope_scaling_factor", "model.rope_scaling", "rotary positions are not scaled",

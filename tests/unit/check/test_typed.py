@@ -43,10 +43,29 @@ def test_each_feature_that_can_be_off_has_a_row():
         (words.split()[-1]) for rows in FAMILIES.values() for words, rules in rows.refused.items() if "idle" in rules
     ]
     (window,) = typed_rules.idle(STOCK.with_fields("model", window_attn_skip_freq=2), ["model.window_attn_skip_freq"])
-    rows.append(window.key)
+    modules = STOCK.with_fields("model", recompute_granularity="full", recompute_modules=["mlp"])
+    (again,) = typed_rules.idle(modules, ["model.recompute_modules"])
+    rows += [window.key, again.key]
     assert [f.fields for f in typed_rules.FEATURES if not any(word.startswith(f.fields) for word in rows)] == []
     assert typed_rules.idle(STOCK.with_fields("model", moe_router_topk=4, moe_aux_loss_coeff=0), []) == []  # a recipe's
     assert typed_rules.idle(STOCK.with_fields("model", moe_aux_loss_coeff=0), ["model.moe_aux_loss_coeff"]) == []
+
+
+@pytest.mark.parametrize(
+    "model, modules, read",
+    (
+        ("qwen3_toy", ["core_attn", "mlp"], True),
+        ("qwen3_toy", ["core_attn", "moe"], False),
+        ("qwen3_moe_toy", ["moe"], True),
+        ("qwen3_moe_toy", ["moe", "shared_experts"], False),
+        ("moonlight_toy", ["shared_experts"], True),
+    ),
+    ids=str,
+)
+def test_parts_that_are_computed_again_are_those_of_the_model(model, modules, read):
+    config = compose(model, ("numerics=stock",), device="cpu").config
+    config = config.with_fields("model", recompute_granularity="selective", recompute_modules=modules)
+    assert (typed_rules.idle(config, ["model.recompute_modules"]) == []) is read
 
 
 @pytest.mark.timeout(20)
