@@ -101,6 +101,11 @@ def run_name(ledger: Ledger) -> str:
     return str(ledger.run_directory or ledger.path)
 
 
+def is_packed(ledger: Ledger) -> bool:
+    """Whether a row of the run is several sequences. It has no trace, which calls each module once."""
+    return bool(ledger.header.identity.get("dataset.enable_offline_packing"))
+
+
 def _model(scene: Scene) -> InputsMatch:
     name, a, b = scene.difference.name, scene.difference.a, scene.difference.b
     if a is None or b is None:

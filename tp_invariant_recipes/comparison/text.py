@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.comparison.comparability import across_machines, other_gemms
 from tp_invariant_recipes.comparison.compare import Comparison, Verdict
-from tp_invariant_recipes.comparison.explanation import LABELS, run_name
+from tp_invariant_recipes.comparison.explanation import LABELS, is_packed, run_name
 from tp_invariant_recipes.comparison.magnitude import DUMPED, magnitude_line
 from tp_invariant_recipes.comparison.step_order import FIELD, FIELDS, INITIAL, parameter_of
 from tp_invariant_recipes.comparison.tally import Coverage, ParameterDifference
@@ -168,7 +168,7 @@ def _later_replicas(comparison: Comparison) -> list[str]:
 def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
     first, both = comparison.first, (comparison.a, comparison.b)
     directories = [ledger.run_directory for ledger in both]
-    if first is None or first.step == 0 or first.phase == "data" or None in directories:
+    if first is None or first.step == 0 or first.phase == "data" or None in directories or is_packed(comparison.a):
         return []
     command = "tpi bisect " + shlex.join(map(str, directories))
     if first.kind in _COARSE and not comparison.tally.traced:

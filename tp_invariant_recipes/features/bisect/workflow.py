@@ -6,6 +6,7 @@ every module. A third pair of trainings dumps the first differing tensor and its
 """
 
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tp_invariant_recipes.comparison.compare import Comparison, Verdict, compare
-from tp_invariant_recipes.comparison.explanation import run_name
+from tp_invariant_recipes.comparison.explanation import is_packed, run_name
 from tp_invariant_recipes.comparison.magnitude import magnitude_line, magnitude_report
 from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
@@ -83,6 +84,9 @@ def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> B
     first = comparison.first
     if first is None or first.step == 0 or first.phase in ("data", "evaluation"):  # no step shows these
         return NothingToTrain(comparison)
+    if is_packed(comparison.a):
+        compared = f"tpi compare --all {shlex.join(map(str, (a, b)))}"
+        raise LedgerError(f"rows of packed sequences have no trace; {compared} lists the parameters that differ")
     where = RunDir(choose_for_several(directory, "bisect"))
     lines = []
     now = versions()

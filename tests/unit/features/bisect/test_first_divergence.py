@@ -15,6 +15,8 @@ from tests.unit.comparison.ledgers import LOSS, evaluated
 from tests.unit.comparison.ledgers import OTHER as OTHER_LOSS
 from tp_invariant_recipes.comparison.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.comparison.magnitude import magnitude
+from tp_invariant_recipes.comparison.text import remarks
+from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.features.bisect import workflow as bisect
 from tp_invariant_recipes.features.bisect.result import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.ledger import dumps
@@ -141,6 +143,22 @@ def test_bisect_trains_nothing_for_evaluations(monkeypatch):
     monkeypatch.setattr(bisect, "_can_be_trained", lambda ledger: True)
     monkeypatch.setattr(bisect, "read", runs.get)
     assert bisect.new("a", "b", None).recorded.first.phase == "evaluation"
+
+
+def test_packed_rows_have_no_module_to_find(monkeypatch):
+    """No trace covers them, and it is not the user who has asked for one."""
+    a, b = (
+        Ledger(traced_ledger().header, (record(1, loss=loss),), Path("run") / "ledger.jsonl", torn=False)
+        for loss in (LOSS, OTHER_LOSS)
+    )
+    assert any("tpi bisect" in line for line in remarks(compare(a, b)))
+    header = replace(a.header, identity={"dataset.enable_offline_packing": True})
+    runs = {"a": replace(a, header=header), "b": replace(b, header=header)}
+    assert not any("tpi bisect" in line for line in remarks(compare(*runs.values())))
+    monkeypatch.setattr(bisect, "_can_be_trained", lambda ledger: True)
+    monkeypatch.setattr(bisect, "read", runs.get)
+    with pytest.raises(LedgerError, match="rows of packed sequences have no trace; tpi compare --all a b lists"):
+        bisect.new("a", "b", None)
 
 
 def write_dump(run: Path, last: int, names: tuple[str, str]) -> None:
