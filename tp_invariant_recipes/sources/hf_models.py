@@ -16,7 +16,6 @@ from tp_invariant_recipes.settings.values import value_text
 from tp_invariant_recipes.sources.hf_families import DEPTHS, FAMILIES, NAMES, PLAIN, WHOLE
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
 from tp_invariant_recipes.sources.weights import SHOWN, Checkpoint
-from tp_invariant_recipes.start import lazy_imports
 from tp_invariant_recipes.text import abbreviated
 
 # Fields of transformers' classes that no training reads, or that others here compare.
@@ -145,10 +144,9 @@ def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spare: 
 
 def _config(folder: Path) -> Any:
     """config.json as transformers reads it, and so Bridge: with the defaults of its class."""
-    with lazy_imports.in_parts("megatron.bridge"):  # whose families are registered at transformers; none of FAMILIES is
-        from transformers import AutoConfig
+    from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True)  # imports it, which takes seconds
+    return AutoConfig.from_pretrained(str(folder), local_files_only=True)  # imports it, which takes seconds
 
 
 def _sizes(family: Family, config: Any) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _import(*names: str) -> None:
     provide_weight_gradients()
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
     with quiet(), _without_garbage_collection(), _nvml_only():
-        if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
+        if "transformers" in sys.modules:  # a tokenizer was opened: more of it asks for torch's compiler in the import
             prepare_import()
         # Megatron keeps this version of torch.compile for what it decorates later.
         compiled = [COMPILED_LATER] if os.environ.get(lazy_imports.EAGER) != "1" else []

@@ -9,10 +9,9 @@ first, as it would have been at the start:
     wandb.init(…)            # imports wandb; `wandb` is then the module that it would have been
     AutoBridge, a recipe, a family of models: all of Bridge's families are imported, with their registrations
 
-A row of DEFERRED says what waits. A row is for the versions whose imports we have read and whose equivalence
-tests/unit/start/test_lazy_imports.py shows. Other versions are imported at the start, as everything is with
-TPI_EAGER_IMPORTS=1. Processor seconds that rows save of an import of 14.0 on a slow core: transformers, families and
-ModelOpt, which import each other, 7.0; wandb, Energon and its client 3.3; datasets 0.8; torch's compiler and SymPy 2.8.
+A row of DEFERRED says what waits, and the processor seconds of a start of four ranks on a CPU that this saves. A row is
+for the versions whose imports we have read and whose equivalence tests/distributed/bridge/test_lazy_bridge_whole.py
+shows. Other versions are imported at the start, as everything is with TPI_EAGER_IMPORTS=1.
 """
 
 import functools
@@ -35,8 +34,8 @@ from tp_invariant_recipes.machine.versions import installed
 EAGER = "TPI_EAGER_IMPORTS"  # environment variable: 1 imports everything at the start
 
 # What a stand-in has for a name: the module of the package that has it and can be imported alone; or a `_Later`, whose
-# call returns what this returns of the arguments, if that is not NotImplemented: then the package is imported.
-Answer = str | Callable[..., Any]
+# call imports the package, unless there is a function here that returns something other than NotImplemented.
+Answer = str | Callable[..., Any] | None
 
 
 @dataclass(frozen=True)
@@ -45,24 +44,20 @@ class Deferred:
 
     versions:   distribution -> the version that the row is about; None: any. All must be installed.
     modules:    the stand-ins, parents first -> the names that each has without the import.
-    below:      the package: the import of another of its modules imports all of it first …
+    below:      the packages: the import of another of their modules imports all of the row first …
     passes:     … but for modules below these.
-    registry:   a module that looks into what the package registers. Once it is imported, the package waits no longer.
-    while_waits: another package that waits, to which this one adds: once that is imported, this one waits no longer.
     """
 
     versions: Mapping[str, str | None]
     modules: Mapping[str, Mapping[str, Answer]]
-    below: str
+    below: Sequence[str]
     passes: Sequence[str] = ()
-    registry: str | None = None
-    while_waits: str | None = None
 
 
 class _Later:
     """A class or function of a package that waits. While it waits, nothing is an instance of the class."""
 
-    def __init__(self, waiting: "Waiting", module: str, name: str, answer: Callable[..., Any]) -> None:
+    def __init__(self, waiting: "Waiting", module: str, name: str, answer: Callable[..., Any] | None) -> None:
         self.__module__, self.__name__, self.__qualname__ = module, name, name
         self._waiting, self._answer = waiting, answer
 
@@ -71,7 +66,7 @@ class _Later:
         return getattr(sys.modules[self.__module__], self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        answer = self._answer(*args, **kwargs) if self._waiting.waits else NotImplemented
+        answer = self._answer(*args, **kwargs) if self._answer and self._waiting.waits else NotImplemented
         return self._real()(*args, **kwargs) if answer is NotImplemented else answer
 
     def __instancecheck__(self, instance: Any) -> bool:
@@ -92,10 +87,6 @@ class _Later:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing: the real one would not either, or it has been done."""
-
-
-def _real(*_: Any, **__: Any) -> Any:
-    return NotImplemented
 
 
 def _nothing_to_restore(model: Sequence[Any], state_dict: Mapping[str, Any]) -> Any:
@@ -129,11 +120,7 @@ def _uncompiled(function: Any = None, *args: Any, **options: Any) -> Any:
     return call
 
 
-_PLUGINS, _DISTILL = "modelopt.torch.opt.plugins", "modelopt.torch.distill"
-_DYNAMIC = "modelopt.torch.opt.dynamic"
-_DISTILL_MEGATRON = f"{_DISTILL}.plugins.megatron"
-_ADJUST = "get_tensor_shapes_adjust_fn_for_distillation"
-_KD = "megatron.bridge.training.post_training.distillation"
+_DISTILL = "modelopt.torch.distill"
 _MODELS = "megatron.bridge.models"
 _PRETRAINED = f"{_MODELS}.hf_pretrained"
 
@@ -147,74 +134,47 @@ _CLASSES = (
 _CHAT = "transformers.utils.chat_template_utils"
 
 DEFERRED = (
-    # Tokenizers and processors of Hugging Face.
-    Deferred(
-        {"transformers": "5.12.1"},
-        {
-            "transformers": dict.fromkeys(_CLASSES, _real),
-            "transformers.utils": {},
-            _CHAT: {"_compile_jinja_template": _real},
-        },
-        below="transformers",
-    ),
-    # Bridge's families of models register themselves for the conversion from and to Hugging Face; four of them also
-    # register their configurations at transformers.
-    Deferred(
-        {"megatron-bridge": "0.6.2"},
-        {
-            "megatron.bridge": {},
-            _MODELS: {
-                "GPTModelProvider": f"{_MODELS}.gpt_provider",
-                "T5ModelProvider": f"{_MODELS}.t5_provider",
-            },
-            f"{_MODELS}.conversion": {},
-            _PRETRAINED: {"PreTrainedCausalLM": f"{_PRETRAINED}.causal_lm"},
-        },
-        below="megatron.bridge",
-        passes=("megatron.bridge.training", "megatron.bridge.data", "megatron.bridge.utils"),
-        registry=f"{_MODELS}.conversion.model_bridge",
-        while_waits="transformers",
-    ),
-    # Quantization and distillation. The functions treat models otherwise that ModelOpt has made, and it makes none
+    # Tokenizers and processors of Hugging Face: 2.2.
+    Deferred({"transformers": "5.12.1"},
+        {"transformers": dict.fromkeys(_CLASSES), "transformers.utils": {}, _CHAT: {"_compile_jinja_template": None}},
+        below=("transformers",)),
+    # Bridge's families of models, which register themselves for the conversion from and to Hugging Face: 1.3.
+    Deferred({"megatron-bridge": "0.6.2"},
+        {"megatron.bridge": {},
+         _MODELS: {"GPTModelProvider": f"{_MODELS}.gpt_provider", "T5ModelProvider": f"{_MODELS}.t5_provider"},
+         f"{_MODELS}.conversion": {},
+         _PRETRAINED: {"PreTrainedCausalLM": f"{_PRETRAINED}.causal_lm"}},
+        below=("megatron.bridge",),
+        passes=("megatron.bridge.training", "megatron.bridge.data", "megatron.bridge.utils")),
+    # Quantization and distillation: 4.7. The functions treat models otherwise that ModelOpt has made, and it makes none
     # before it is imported.
-    Deferred(
-        {"nvidia-modelopt": "0.47.0", "megatron-bridge": "0.6.2"},
-        {
-            "modelopt.torch": {},
-            "modelopt.torch.opt": {},
-            _DYNAMIC: {"DynamicModule": _real},
-            _PLUGINS: {
-                "save_modelopt_state": _nothing,
-                "save_sharded_modelopt_state": _nothing,
-                "restore_modelopt_state": _nothing_to_restore,
-            },
-            _DISTILL: {"DistillationModel": _real},
-            f"{_DISTILL}.plugins": {},
-            _DISTILL_MEGATRON: {_ADJUST: _nothing},
-            _KD: {"loss_func_kd": _real},
-        },
-        below="modelopt.torch",
-    ),
-    # Examples of Hugging Face. Bridge replaces a check of its builder, before any data is read.
+    Deferred({"nvidia-modelopt": "0.47.0", "megatron-bridge": "0.6.2"},
+        {"modelopt.torch": {},
+         "modelopt.torch.opt": {},
+         "modelopt.torch.opt.dynamic": {"DynamicModule": None},
+         "modelopt.torch.opt.plugins": {"save_modelopt_state": _nothing, "save_sharded_modelopt_state": _nothing,
+                                        "restore_modelopt_state": _nothing_to_restore},
+         _DISTILL: {"DistillationModel": None},
+         f"{_DISTILL}.plugins": {},
+         f"{_DISTILL}.plugins.megatron": {"get_tensor_shapes_adjust_fn_for_distillation": _nothing},
+         "megatron.bridge.training.post_training.distillation": {"loss_func_kd": None}},
+        below=("modelopt.torch",)),
+    # Examples of Hugging Face: 0.4. Bridge replaces a check of its builder, before any data is read.
     Deferred({"datasets": "5.2.0", "megatron-bridge": "0.6.2"},
-        {"datasets": {name: _real for name in ("load_dataset", "concatenate_datasets")}, "datasets.builder": {}},
-        below="datasets"),
-    # Megatron-Core's timers import it to recognize its writer.
-    Deferred({"wandb": None}, {"wandb": {}}, below="wandb"),
-    # Multimodal data. It imports the storage client, which Megatron-Core only asks whether it is there.
-    Deferred({"megatron-energon": "7.4.1", "megatron-bridge": "0.6.2"},
-        {"megatron.energon": {"WorkerConfig": _real, "get_savable_loader": _real, "get_train_dataset": _real}},
-        below="megatron.energon"),
-    Deferred({"multi-storage-client": None}, {"multistorageclient": {}}, below="multistorageclient"),
-    # torch's compiler. Transformer Engine and optimizers tell it what not to compile, init_process_group what to
-    # forget, and torch.use_deterministic_algorithms sets an option.
+        {"datasets": dict.fromkeys(("load_dataset", "concatenate_datasets")), "datasets.builder": {}},
+        below=("datasets",)),
+    # Megatron-Core's timers import it to recognize its writer: 1.0.
+    Deferred({"wandb": None}, {"wandb": {}}, below=("wandb",)),
+    # torch's compiler, and SymPy, for tensors whose sizes are symbols: 1.3 with `at_the_first_call`. Transformer Engine
+    # and optimizers tell the compiler what not to compile, init_process_group what to forget, and
+    # torch.use_deterministic_algorithms sets an option. DTensor and torch.autograd.grad compare sizes.
     Deferred({"torch": "2.11.0"},
         {_DYNAMO: {"disable": _uncompiled, "graph_break": _nothing},
-         f"{_DYNAMO}.trace_rules": {"clear_lru_cache": _nothing}}, below=_DYNAMO),
-    Deferred({"torch": "2.11.0"}, {"torch._inductor": {}, "torch._inductor.config": {}}, below="torch._inductor"),
-    # SymPy, for tensors whose sizes are symbols. DTensor and torch.autograd.grad compare sizes.
-    Deferred({"torch": "2.11.0"},
-        {_SHAPES: {"expect_true": _no_symbol, "statically_known_true": _no_symbol, "sym_eq": _equal}}, below=_SHAPES),
+         f"{_DYNAMO}.trace_rules": {"clear_lru_cache": _nothing},
+         "torch._inductor": {},
+         "torch._inductor.config": {},
+         _SHAPES: {"expect_true": _no_symbol, "statically_known_true": _no_symbol, "sym_eq": _equal}},
+        below=(_DYNAMO, "torch._inductor", _SHAPES)),
 )  # fmt: skip
 
 
@@ -229,14 +189,15 @@ class _StandIn(ModuleType):
         waiting: Waiting = vars(self)["__waiting__"]
         if sys.modules.get(self.__name__) is not self and not waiting.waits:
             return getattr(sys.modules[self.__name__], name)
-        answer = waiting.row.modules[self.__name__].get(name)
-        if name in _SET_BEFORE or (waiting.in_parts and answer is None):  # then `from … import MODULE` imports it
+        names = waiting.row.modules[self.__name__]
+        if name in _SET_BEFORE or (waiting.in_parts and name not in names):  # then `from … import MODULE` imports it
             raise AttributeError(f"module {self.__name__} waits and has no attribute {name}")
-        if answer is None or not waiting.waits:
+        if name not in names or not waiting.waits:
             waiting.end(self)
             if type(self) is _StandIn and sys.modules.get(self.__name__) is self:  # it is being executed now
                 raise AttributeError(f"module {self.__name__} is partially initialized and has no attribute {name}")
             return getattr(self, name)
+        answer = names[name]
         if isinstance(answer, str):
             made = getattr(import_module(answer), name)
         else:
@@ -294,8 +255,6 @@ class Waiting(MetaPathFinder):
     def watch(self) -> None:
         """From now on the import of another module of the package imports all of it first."""
         sys.meta_path.insert(0, self)
-        if self.row.registry in sys.modules or not waits(self.row.while_waits):
-            self.end()
 
     def end(self, first: ModuleType | None = None) -> None:
         """Execute the stand-ins, once. Raises what one raises; then it waits again. first: of these, before others."""
@@ -319,9 +278,6 @@ class Waiting(MetaPathFinder):
                 raise
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-        for other in list(sys.meta_path):
-            if isinstance(other, Waiting) and other.row.while_waits in self._modules and not other.in_parts:
-                other.end()
 
     def _execute(self, module: ModuleType) -> None:
         """Execute a module, once, in the object that stands for it; what others have set there stays set."""
@@ -354,7 +310,7 @@ class Waiting(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """While the package waits, import all of it before one more of its modules."""
         passed = any(_is_below(name, package) for package in self.row.passes)
-        if not self.waits or self.in_parts or passed or not _is_below(name, self.row.below):
+        if not self.waits or self.in_parts or passed or not any(_is_below(name, package) for package in self.row.below):
             return None
         self.end()
         module = sys.modules.pop(name, None)
@@ -365,9 +321,9 @@ class Waiting(MetaPathFinder):
         return spec
 
 
-def waits(module: str | None) -> bool:
-    """Whether a module has been put off, and nobody has asked for it yet; None: for no module."""
-    return module is None or isinstance(sys.modules.get(module), _StandIn)
+def waits(module: str) -> bool:
+    """Whether a module has been put off, and nobody has asked for it yet."""
+    return isinstance(sys.modules.get(module), _StandIn)
 
 
 def _is_below(name: str, parent: str) -> bool:
@@ -375,10 +331,10 @@ def _is_below(name: str, parent: str) -> bool:
 
 
 def may_wait(row: Deferred) -> bool:
-    """Whether a package may wait: it has the row's versions, and nobody has imported it or what it adds to."""
+    """Whether a package may wait: it has the row's versions, and nobody has imported it."""
     present = {name: installed(name) for name in row.versions}
     known = None not in present.values() and all(row.versions[name] in (None, present[name]) for name in present)
-    return known and waits(row.while_waits) and sys.modules.keys().isdisjoint(row.modules)
+    return known and sys.modules.keys().isdisjoint(row.modules)
 
 
 @contextmanager
@@ -402,10 +358,9 @@ def put_off(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None
 def in_parts(package: str) -> Iterator[None]:
     """In the block, a module below a package that waits is imported alone, without the rest of the package.
 
-    The stand-ins have the names of their row and modules, no others, and an import of `while_waits` ends no waiting.
-    Nothing changes where the package does not wait.
+    The stand-ins have the names of their row and modules, no others. Nothing changes where the package does not wait.
     """
-    waiting = [finder for finder in sys.meta_path if isinstance(finder, Waiting) and finder.row.below == package]
+    waiting = [finder for finder in sys.meta_path if isinstance(finder, Waiting) and package in finder.row.below]
     for finder in waiting:
         finder.in_parts = True
     try:

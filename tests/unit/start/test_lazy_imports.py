@@ -36,7 +36,7 @@ def put(tmp_path, monkeypatch):
 
     def put(**settings) -> Waiting:
         answers = {"Plain": "zoo.plain"}
-        row = {"versions": {}, "modules": {"zoo": answers}, "below": "zoo", "passes": ("zoo.tools",)}
+        row = {"versions": {}, "modules": {"zoo": answers}, "below": ("zoo",), "passes": ("zoo.tools",)}
         waiting = Waiting(Deferred(**row | settings), nullcontext)
         waiting.place()
         waiting.watch()
@@ -149,7 +149,7 @@ def test_other_threads_wait_for_the_whole_import(put, tmp_path):
     (("pytest", pytest.__version__, True), ("pytest", None, True), ("pytest", "0.1", False), ("nothing", None, False)),
 )
 def test_only_versions_that_are_known_wait(distribution, version, waits):
-    assert lazy_imports.may_wait(Deferred({distribution: version}, {"zoo": {}}, below="zoo")) is waits
+    assert lazy_imports.may_wait(Deferred({distribution: version}, {"zoo": {}}, below=("zoo",))) is waits
 
 
 def double(x):
