@@ -116,7 +116,7 @@ RECIPE_RULES = tuple(Rule(test, needs=lambda t: t.recipe.name is not None) for t
 RULES: tuple[Rule[RunConfig], ...] = (
     *layout.RULES, *relations.RULES, *fsdp.RULES, *invariance.RULES, *combined_schedule.RULES, *cuda_graphs.RULES,
     *relations.PRECISION_RULES, *recording.RULES, *recording.GUARD_RULES, *VARIABLE_RULES, *SECRET_RULES, *RECIPE_RULES,
-    *finetuning_rules.EXAMPLE_RULES, *finetuning_rules.ADAPTER_RULES, *relations.WEIGHTS_RULES,
+    *finetuning_rules.EXAMPLE_RULES, *finetuning_rules.ADAPTER_RULES, *finetuning_rules.WEIGHTS_RULES,
 )  # fmt: skip
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of fine-tuning: examples and adapters."""
+"""Rules of fine-tuning: examples, adapters, and weights from a folder of Hugging Face."""
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from tp_invariant_recipes.check.invariant import training as training_rules
 from tp_invariant_recipes.check.rule import Rule, value_of
 from tp_invariant_recipes.errors import Problem
-from tp_invariant_recipes.settings import finetuning
+from tp_invariant_recipes.settings import finetuning, low_precision
 from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -151,4 +151,40 @@ ADAPTER_RULES = (
         "numerics.initial_weights=megatron"),
     _rule(_shares_adapter, "experts that are not grouped have an adapter each", f"{_SHARED}=false, or numerics=tree",
         f"{_SHARED}=true"),
+)  # fmt: skip
+
+
+# Settings that contradict weights from a folder of Hugging Face.
+
+# What must be off.
+OFF = {
+    "model.init_model_with_meta_device": "the parameters have memory",
+    "ddp.use_megatron_fsdp": "they are sharded",
+    "dist.use_torch_fsdp2": "they are sharded",
+}
+
+_of_folder = partial(Rule, needs=lambda t: t.weights.folder is not None, head=lambda t: f"weights={t.weights.folder}")
+
+
+def _sets(path: str) -> Callable[[RunConfig], Any]:
+    return lambda t: t.at(path)
+
+
+def _draws(config: RunConfig) -> bool:
+    """Whether stock numerics are to draw what the folder has. Adapters are new: the folder does not have them."""
+    stock = not config.numerics.invariant and config.numerics.initial_weights == "invariant"
+    return stock and not finetuning.adapts(config)
+
+
+def _in_fp8(config: RunConfig) -> bool:
+    precision = config.mixed_precision
+    return isinstance(precision, dict) and any(precision.get(name) for name in low_precision.FP8_WEIGHTS)
+
+
+WEIGHTS_RULES: tuple[Rule[RunConfig], ...] = (
+    _of_folder(_sets("checkpoint.pretrained_checkpoint"), "checkpoint.pretrained_checkpoint says where weights come "
+        "from, too", "leave one of them out"),
+    _of_folder(_draws, "the folder has the weights", "leave numerics.initial_weights=invariant out"),
+    _of_folder(_in_fp8, "weights are not imported into fp8", "mixed_precision.fp8_param_gather=false"),
+    *(_of_folder(_sets(path), f"weights are imported before {why}", f"{path}=false") for path, why in OFF.items()),
 )  # fmt: skip

@@ -18,45 +18,39 @@ from tp_invariant_recipes.settings.values import value_text
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
 WIDTH = 8
 
-_TRAINS = "a run trains", "leave it out, validation.eval_iters=N validates at its end"
-_STEPS = "tpi counts steps", "leave it unset, iters=N"
-# What every run would replace or ignore without a word, or fail by, and what to do instead.
-REPLACED = {
-    "checkpoint.save": ("checkpoints go to run.dir/checkpoints", "set run.dir=PATH"),
-    "checkpoint.load": (
-        "tpi train --resume RUN continues a run",
-        "checkpoint.pretrained_checkpoint=FOLDER takes the weights alone",
-    ),
-    "dataset.path_to_cache": ("the index of the data goes to run.dir", "set run.dir=PATH"),
-    "train.rampup_batch_size": ("Megatron-Core ignores it", "leave it out, every step has gbs sequences"),
-    "train.step_batch_size_schedule": ("Megatron-Bridge ignores it", "leave it out, every step has gbs sequences"),
-    "train.iterations_to_skip": ("the ledger has every step", "leave it out"),
-    "train.skip_train": _TRAINS,
-    "validation.skip_train": _TRAINS,
-    "train.train_samples": _STEPS,
-    "train.num_epochs": _STEPS,
-}
+
+def _replaced(path: str, why: str, solve: str, needs: Callable[[RunConfig], Any] = lambda t: True) -> Rule[RunConfig]:
+    """Return the rule that nobody sets what a run would replace or ignore without a word, or fail by."""
+
+    def replaced(config: RunConfig) -> bool:
+        return config.at(path) not in (None, False, [])
+
+    return Rule(replaced, why, solve, needs=needs, head=value_of(path))
 
 
-def _named(kind: str) -> tuple[Callable[[RunConfig], bool], tuple[str, str]]:
-    return lambda t: t.logging.kind == kind, ("the run has the name of run.dir", "set name=NAME")
+def _logs_to(*kinds: str) -> Callable[[RunConfig], bool]:
+    return lambda t: t.logging.kind in kinds
 
 
-# The same, of some runs. Path -> of which, and what to do instead.
-REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], tuple[str, str]]] = {
-    "dataset.blend": (lambda t: t.data.kind == "text", ("data=text reads data.path", "leave it out")),
-    "logger.tensorboard_dir": (lambda t: t.logging.kind != "none", ("metrics go to run.dir", "leave it out")),
-    "logger.wandb_save_dir": (lambda t: t.logging.kind == "wandb", ("logging=wandb writes to run.dir", "leave it out")),
-    **{f"logger.{service.run_name}": _named(kind) for kind, service in SERVICES.items()},
-}
-
-
-def _replaced(config: RunConfig) -> list[Problem]:
-    replaced = REPLACED | {path: instead for path, (applies, instead) in REPLACED_IN.items() if applies(config)}
-    given = {path: config.at(path) for path in replaced}
-    return [
-        Problem(f"{path}={value}", *replaced[path]) for path, value in given.items() if value not in (None, False, [])
-    ]
+REPLACED = (
+    _replaced("checkpoint.save", "checkpoints go to run.dir/checkpoints", "set run.dir=PATH"),
+    _replaced("checkpoint.load", "tpi train --resume RUN continues a run",
+        "checkpoint.pretrained_checkpoint=FOLDER takes the weights alone"),
+    _replaced("dataset.path_to_cache", "the index of the data goes to run.dir", "set run.dir=PATH"),
+    _replaced("train.rampup_batch_size", "Megatron-Core ignores it", "leave it out, every step has gbs sequences"),
+    _replaced("train.step_batch_size_schedule", "Megatron-Bridge ignores it",
+        "leave it out, every step has gbs sequences"),
+    _replaced("train.iterations_to_skip", "the ledger has every step", "leave it out"),
+    *(_replaced(f"{section}.skip_train", "a run trains", "leave it out, validation.eval_iters=N validates at its end")
+      for section in ("train", "validation")),
+    *(_replaced(f"train.{name}", "tpi counts steps", "leave it unset, iters=N")
+      for name in ("train_samples", "num_epochs")),
+    _replaced("dataset.blend", "data=text reads data.path", "leave it out", lambda t: t.data.kind == "text"),
+    _replaced("logger.tensorboard_dir", "metrics go to run.dir", "leave it out", lambda t: t.logging.kind != "none"),
+    _replaced("logger.wandb_save_dir", "logging=wandb writes to run.dir", "leave it out", _logs_to("wandb")),
+    *(_replaced(f"logger.{service.run_name}", "the run has the name of run.dir", "set name=NAME", _logs_to(kind))
+      for kind, service in SERVICES.items()),
+)  # fmt: skip
 
 
 def _loggers(config: RunConfig) -> Iterator[Problem]:
@@ -271,7 +265,7 @@ def _no_window(config: RunConfig) -> bool:
 
 # In the order of messages.
 RULES: tuple[Rule[RunConfig], ...] = (
-    Rule(_replaced),
+    *REPLACED,
     Rule(_loggers),
     Rule(lambda t: t.at("logger.comet_api_key"), "a secret, and what is configured is written down",
         "set COMET_API_KEY where you start the run, and cluster.forward=[COMET_API_KEY] for a job",
@@ -387,47 +381,3 @@ PRECISION_RULES: tuple[Rule[RunConfig], ...] = (
         "precision=bf16, or device=gpu", needs=_applies),
     Rule(_uneven, needs=_applies),
 )  # fmt: skip
-
-
-# Settings that contradict weights from a folder of Hugging Face.
-
-# What must be off.
-OFF = {
-    "model.init_model_with_meta_device": "the parameters have memory",
-    "ddp.use_megatron_fsdp": "they are sharded",
-    "dist.use_torch_fsdp2": "they are sharded",
-}
-
-
-def _twice(config: RunConfig) -> Problem | None:
-    both = f"weights={config.weights.folder} and checkpoint.pretrained_checkpoint"
-    problem = Problem("", f"{both} both say where weights come from", "leave out one")
-    return problem if config.at("checkpoint.pretrained_checkpoint") is not None else None
-
-
-def _initial(config: RunConfig) -> Problem | None:
-    # Adapters are new: the folder does not have them.
-    if config.numerics.invariant or config.numerics.initial_weights != "invariant" or finetuning.adapts(config):
-        return None
-    return Problem("numerics.initial_weights=invariant", f"weights={config.weights.folder} has them", "leave out one")
-
-
-def _fp8(config: RunConfig) -> Problem | None:
-    precision = config.mixed_precision
-    if not isinstance(precision, dict) or not (precision.get("fp8_param") or precision.get("fp8_param_gather")):
-        return None
-    solve = "mixed_precision.fp8_param_gather=false"
-    return Problem(f"weights={config.weights.folder}", "weights are not imported into fp8", solve)
-
-
-def _off(config: RunConfig) -> list[Problem]:
-    return [
-        Problem(f"weights={config.weights.folder}", f"{path}=false", f"weights are imported before {why}")
-        for path, why in OFF.items()
-        if config.at(path)
-    ]
-
-
-WEIGHTS_RULES = tuple(
-    Rule(test, needs=lambda t: t.weights.folder is not None) for test in (_twice, _initial, _fp8, _off)
-)

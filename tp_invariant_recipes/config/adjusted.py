@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.check import cuda_graphs as graph_rules
-from tp_invariant_recipes.check import relations
+from tp_invariant_recipes.check import layout, relations
 from tp_invariant_recipes.check.invariant import invariance, shards
 from tp_invariant_recipes.check.invariant import model as model_rules
 from tp_invariant_recipes.check.invariant import modes as mode_rules
@@ -126,6 +126,10 @@ def _largest_cp(config: RunConfig) -> int:
     return min(cp, max(1, shards // config.layout.tp)) if isinstance(shards, int) else cp
 
 
+def _lists_other_stages(config: RunConfig, was: Any) -> bool:
+    return bool(was) and any(problem.rule == "layers" for problem in broken_rules(config, layout.RULES))
+
+
 def _of_stage(end: int) -> Callable[[RunConfig], int | None]:
     """Return the layers of the first (0) or the last stage (1); None: the recipe says it, or pp divides the layers."""
     return lambda t: (run_config.uneven_ends(t) or (None, None))[end]
@@ -191,6 +195,7 @@ ROWS: tuple[Adjustment, ...] = (
     _row(_largest_cp, _CONTEXT, "numerics.context_shards", lambda t, was: was == t.layout.cp and _is_above(t, was)),
     _row(_largest_cp, _CONTEXT, "model.context_parallel_size", _is_above),
     # So it is for any pp.
+    _row(None, "it lists the stages of another pp", "model.pipeline_model_parallel_layout", _lists_other_stages),
     *(_row(_of_stage(end), _STAGES, f"model.{field}", _is_unsaid(end), unset=True)
       for end, field in enumerate(run_config.UNEVEN)),
     _row(expert_groups.groups_of_run, "it follows the layout", "numerics.expert_groups",

@@ -28,11 +28,7 @@ from tp_invariant_recipes.sources import recipe_fields, recipe_process, recipe_s
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
-LOGGED = (
-    *("tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity", "mlflow_experiment"),
-    *("mlflow_run_name", "mlflow_tracking_uri", "mlflow_tags", "comet_project", "comet_workspace"),
-    *("comet_experiment_name", "comet_tags"),
-)
+_OF_SERVICES = [name for service in field_table.SERVICES.values() for name in (service.run_name, *service.signs)]
 # Fields that tpi decides, and why. What a recipe says there does not count.
 TPI_FIELDS = {
     "checkpoint.save": "checkpoints go to run.dir",
@@ -41,7 +37,10 @@ TPI_FIELDS = {
     "checkpoint.dist_ckpt_optim_fully_reshardable": "a checkpoint can be read in every layout",
     "dataset.path_to_cache": "the index of the data goes to run.dir",
     **{f"dataset.{name}": "tpi downloads no examples; dataset.dataset_root" for name in finetuning.DOWNLOADS},
-    **{f"logger.{name}": "logging= selects the tracking service" for name in LOGGED},
+    **{
+        f"logger.{name}": "logging= selects the tracking service"
+        for name in ("tensorboard_dir", "wandb_save_dir", "wandb_entity", *_OF_SERVICES)
+    },
     "logger.comet_api_key": "logging= selects the tracking service, and a key is never written down",
     "rerun_state_machine.rerun_mode": "the ledger shows whether steps repeat",
     "scheduler.override_opt_param_scheduler": "a run that goes on takes its schedule from its checkpoint",
@@ -59,8 +58,6 @@ FOLLOWS = {
 # What follows by a rule.
 _WITH_TP = "${tpi.more_than_one:${model.tensor_model_parallel_size}}"
 _ETP = "${model.tensor_model_parallel_size}"
-# Bridge's own copy of another field.
-COPIES = {"dataset.sequence_length"}
 # Fields of a provider that say which layers a model has.
 SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
 # Fields that rules read: each is specified, whatever its value.
@@ -75,6 +72,7 @@ _TOKENS = ("bos_token_id", "eos_token_id")
 # Attributes that recipes and models set and that are no field: Bridge's scheduler takes both from `optimizer`; nobody
 # reads the others.
 UNREAD = {"scheduler.max_lr", "scheduler.min_lr", *(f"model.{n}" for n in ("moe_a2a_overlap", *_TOKENS))}
+NOT_READ = UNREAD | {"dataset.sequence_length"}  # Bridge's own copy of another field
 # A class of Bridge -> attributes that its recipes and models set beside its fields.
 _OF_QWEN = {f"model.{name}" for name in ("head_dim", "hf_text_config", "audio_token_id", "moe_a2a_overlap")}
 OF_BRIDGE = {
@@ -171,8 +169,8 @@ def _read_recipe(model: str, hf_folder: str | None, *, text_data: bool) -> Recip
 
 
 def _defaults(provider: str) -> dict[str, Any]:
-    fields = {f.name: recipe_fields.default(f) for f in dataclasses.fields(schema.bridge_class(provider))}
-    plain = {name: recipe_fields.serialize(value) for name, value in fields.items()}
+    fields = dataclasses.fields(schema.bridge_class(provider))
+    plain = {field.name: recipe_fields.serialize(recipe_fields.default(field)) for field in fields}
     return {name: value for name, value in plain.items() if value is not recipe_fields.MISSING}
 
 
@@ -213,22 +211,26 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
 
 def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, Any]:
     """kept: receives the paths of what a tree cannot hold."""
-    problems = [f"{model}: {problem}" for problem in _foreign(container)]
-    refuse(problems)
+    refuse([f"{model}: {problem}" for problem in _foreign(container)])
     layer: dict[str, Any] = {}
-    for name, part in _sections(container):
+    of_examples = type(container.dataset) is schema.bridge_class(schema.SFT_DATASET)
+    for name, path in schema.BRIDGE_SECTIONS.items():
+        if (part := getattr(container, name)) is None:
+            continue
         if name == "dataset" and _own_data(part):
             layer[name] = {}
             kept.append(name)
             continue
-        cls = _class(name, part)
+        # The class that a run will have there: Bridge's, where the recipe has Core's that it derives from.
+        own = path == schema.PROVIDER or (name == "dataset" and of_examples)
+        cls = type(part) if own else schema.bridge_class(path)
         values = _values(name, part)
         fields, objects = recipe_fields.plain_fields(values, cls, _stated(name, values))
         kept += [f"{name}.{field}" for field in objects if not (field in SPECS and _tpi_builds(part, values[field]))]
         if name in ("model", *_conf()) or fields or recipe_fields.required(cls):
             layer[name] = fields
     layer["model"][schema.PROVIDER] = f"{type(container.model).__module__}.{type(container.model).__qualname__}"
-    if type(container.dataset) is schema.bridge_class(schema.SFT_DATASET):
+    if of_examples:
         layer["dataset"][schema.PROVIDER] = schema.SFT_DATASET
     from megatron.bridge.training.config import OptimizerConfigOverrideProvider as Stock
 
@@ -284,32 +286,18 @@ def _extra_modalities(model: Any) -> str:
     return " and ".join(what for word, what in MODALITIES.items() if any(word in name.split("_") for name in parts))
 
 
-def _sections(container: ConfigContainer) -> Iterator[tuple[str, Any]]:
-    return ((name, part) for name in schema.BRIDGE_SECTIONS if (part := getattr(container, name)) is not None)
-
-
 @functools.cache
 def _conf() -> dict[str, Any]:
     """Return the sections of `conf/config.yaml` as written."""
     return yaml.safe_load((conf_files.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
 
 
-def _class(section: str, part: Any) -> type:
-    """Return the class that a run will have there: Bridge's, where the recipe has Core's that it derives from."""
-    path = schema.BRIDGE_SECTIONS[section]
-    if section == "dataset" and type(part) is schema.bridge_class(schema.SFT_DATASET):
-        return type(part)
-    return type(part) if path == schema.PROVIDER else schema.bridge_class(path)
-
-
 def _values(section: str, part: Any) -> dict[str, Any]:
     """Return the fields of a section, but those that say nothing."""
-    omitted = COPIES | UNREAD
-    fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in omitted}
     values = {
-        n: v
-        for n, v in fields.items()
-        if f"{section}.{n}" not in INERT_VALUES or v is not INERT_VALUES[f"{section}.{n}"]
+        name: value
+        for name, value in recipe_fields.values(part)
+        if (path := f"{section}.{name}") not in NOT_READ and not (path in INERT_VALUES and value is INERT_VALUES[path])
     }
     for name, (value, kind) in EARLIER_GRAPHS.items():
         if section == "model" and values.get(name) == value:
@@ -322,9 +310,10 @@ def _values(section: str, part: Any) -> dict[str, Any]:
 
 def _stated(section: str, values: Mapping[str, Any]) -> set[str]:
     """Return the fields that are written down whatever their value: conf/config.yaml has others, or rules read them."""
-    ruled = {name for name in READ_BY_RULES if values.get(name) is not None} if section == "model" else set()
-    ruled |= {*finetuning.STATED} if section == finetuning.SECTION else set()
-    return ruled | (_conf().get(section) or {}).keys()
+    stated = {*(_conf().get(section) or {})}
+    if section == "model":
+        stated |= {name for name in READ_BY_RULES if values.get(name) is not None}
+    return stated | {*finetuning.STATED} if section == finetuning.SECTION else stated
 
 
 def _tpi_builds(part: Any, spec: Any) -> bool:
@@ -376,9 +365,8 @@ def _data(layer: dict[str, Any]) -> str:
     examples.
     """
     dataset = layer["dataset"]
-    if finetuning.is_sft(dataset):
-        return "recipe"
-    return "recipe" if any(dataset.get(name) for name in ("blend", "blend_per_split", "data_path")) else "mock"
+    named = any(dataset.get(name) for name in ("blend", "blend_per_split", "data_path"))
+    return "recipe" if named or finetuning.is_sft(dataset) else "mock"
 
 
 def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool) -> None:

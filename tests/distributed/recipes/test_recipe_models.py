@@ -78,6 +78,7 @@ def habits():
     cfg.scheduler.max_lr = 1e-6  # no field
     cfg.validation.eval_interval = 0
     cfg.model.attention_backend = "fused"  # the field takes an enumeration
+    cfg.logger.mlflow_description = "mine"
     return cfg
 
 
@@ -270,6 +271,7 @@ def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
     assert tree["recipe"]["kept"] == []
     assert tree["model"]["attention_backend"] == "auto"
     assert tree["validation"]["eval_interval"] is None
+    assert "mlflow_description" not in tree["logger"]
     assert "max_lr" not in tree["scheduler"]
     fields = schema.fields(schema.bridge_class(schema.BRIDGE_SECTIONS["scheduler"]))
     assert not {path.partition(".")[2] for path in recipe_layer.UNREAD} & fields.keys()

@@ -53,12 +53,14 @@ BESIDE = {
     "model.use_mamba_mem_eff_path": {"model__use_mamba_mem_eff_path": False},
     "model.activation_func": _BIASED,
     "model.bias_activation_fusion": _BIASED,
+    "model.pipeline_model_parallel_layout": {"model__pipeline_model_parallel_size": 2},
     "model.num_layers_in_first_pipeline_stage": _ODD,
     "model.num_layers_in_last_pipeline_stage": _ODD,
     "model.expert_model_parallel_size": {"model__expert_tensor_parallel_size": 2},
 }
 VALUES = {
-    "model.activation_func": ("torch.nn.functional.gelu",), "model.num_layers_in_first_pipeline_stage": (None,),
+    "model.activation_func": ("torch.nn.functional.gelu",), "model.pipeline_model_parallel_layout": ("Et|t|tL",),
+    "model.num_layers_in_first_pipeline_stage": (None,),
     "model.num_layers_in_last_pipeline_stage": (None,), "model.expert_model_parallel_size": (1,),
     "model.expert_tensor_parallel_size": (2,), "optimizer.muon_tp_mode": ("blockwise", "distributed"),
     "optimizer.use_layer_wise_distributed_optimizer": (False,), "optimizer.optimizer": ("dist_muon",),

@@ -260,9 +260,9 @@ def test_no_folder_and_a_file_are_refused(tmp_path):
 
 # Overrides beside weights=, and what is said.
 CONTRADICTIONS = {
-    "checkpoint.pretrained_checkpoint=b": "checkpoint.pretrained_checkpoint both say where weights come from",
-    "numerics=stock numerics.initial_weights=invariant": "numerics.initial_weights=invariant: weights=a has them",
-    "numerics=stock ddp.use_megatron_fsdp=true": "ddp.use_megatron_fsdp=false; weights are imported before",
+    "checkpoint.pretrained_checkpoint=b": "checkpoint.pretrained_checkpoint says where weights come from, too; leave",
+    "numerics=stock numerics.initial_weights=invariant": "the folder has the weights; leave numerics.initial_weights",
+    "numerics=stock ddp.use_megatron_fsdp=true": "weights are imported before they are sharded; ddp.use_megatron_fsdp",
 }
 
 
@@ -270,7 +270,7 @@ CONTRADICTIONS = {
 def test_what_contradicts_weights_is_refused(overrides):
     with pytest.raises(ConfigError) as caught:
         compose("qwen3_toy", ["weights=a", *overrides.split()], device="cpu")
-    assert CONTRADICTIONS[overrides] in str(caught.value)
+    assert f"weights=a: {CONTRADICTIONS[overrides]}" in str(caught.value)
 
 
 def test_the_tokenizer_is_that_of_the_folder():
