@@ -282,17 +282,18 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     """Return the error of a failed run, from the rank that failed first.
 
     dead: rank -> exit status, negative for a signal. A rank killed from outside leaves no reason and is the cause of
-    the others' failures; otherwise the earliest reason is.
+    the others' failures; otherwise a hardware fault is, or the earliest reason.
     """
     reasons = {r: reason for r in dead if (reason := _reason(run_dir.failure(r)))}
     silent = [r for r in dead if r not in reasons]
-    first = silent[0] if silent else min(reasons, key=lambda r: reasons[r].time)
+    hardware = {r for r, reason in reasons.items() if reason.kind == HardwareFault.__name__}
+    first = silent[0] if silent else min(hardware or reasons, key=lambda r: reasons[r].time)
     cause = 0.0 if silent else reasons[first].time
     if (lacks := _lacking(run_dir, {r.errno for r in reasons.values()})) is not None:
         return RankFailed(lacks, cause)
     log = run_dir.rank_log(first)
     if first in reasons and reasons[first].user_error:
-        if reasons[first].kind == HardwareFault.__name__:  # which names the ranks itself
+        if first in hardware:  # which names the ranks itself
             return RankFailed(reasons[first].message, cause, user_error=True, hardware=True)
         return RankFailed(f"{reasons[first].message}\n(rank {first}; its log: {log})", cause, user_error=True)
     how = (

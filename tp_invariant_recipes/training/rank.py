@@ -123,6 +123,10 @@ def fail(error: BaseException | None) -> None:
     with suppress(RuntimeError, MemoryError):  # where no thread can be started
         faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)  # a thread of C: it needs nothing of Python
     _write_failure(*mine, error)
+    for cause in () if isinstance(error, TpiError) else _causes:
+        with suppress(Exception):  # of a GPU that has failed
+            if (found := cause()) is not None:
+                _write_failure(*mine, found)
 
 
 def _end() -> NoReturn:
@@ -152,6 +156,7 @@ def _flush() -> None:
             stream.flush()
 
 
+_causes: list[Callable[[], BaseException | None]] = []  # of callbacks that may know why this rank fails
 _leaving = False  # whether Bridge has decided to leave its loop, which it does by sys.exit(0)
 
 
@@ -178,7 +183,11 @@ def leaving(callbacks: list) -> Replacement:
 
 @contextmanager
 def closing(callbacks: list) -> Iterator[None]:
-    """At the end of the block, and of a failed one, close the callbacks that can be closed."""
+    """At the end of the block, and of a failed one, close the callbacks that can be closed.
+
+    The `cause()` of those that have one may say why this rank fails.
+    """
+    _causes[:] = [callback.cause for callback in callbacks if hasattr(callback, "cause")]
     try:
         yield
     except BaseException as error:

@@ -246,6 +246,16 @@ def test_the_surest_finding_ends_all_ranks_whosever_judge_is_slow():
         assert [said for _, all_said in of_ranks for said in all_said] == ([reported] if reported else []), late
 
 
+@pytest.mark.release
+def test_a_fault_that_makes_a_nan_is_named_where_megatron_ends_the_run(tpi):
+    """In the passes after the sampled one, before ranks have told each other what they have found."""
+    fault = Planted("product", always=True, bit=30, width=4096)
+    message = guard_message(tpi, fault, *DENSE, "iters=6", "guard=products", "guard.products=32", "dp=2")
+    assert re.match(r"silent data corruption at step [23]: .* wrong\nrank 1 on ", message), message
+    assert "found NaN in local grad norm" in (tpi.folder / "run/logs/rank-1.log").read_text()
+    tpi("check", files(tpi)[0], status=1)
+
+
 # Another layout, model or mode.
 QUIET = (
     "dp=2 tp=2", "dp=2 pp=2 gbs=4 model.num_layers=2", "dp=2 cp=2", "dp=2 gbs=8 numerics.data_shards=4",

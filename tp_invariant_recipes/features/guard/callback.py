@@ -152,6 +152,17 @@ class Guard(AroundOptimizerStep):
         self._settle()
         self.close()
 
+    def cause(self) -> HardwareFault | None:
+        """Return what this rank's own samples show where it fails: a NaN ends a run before ranks tell each other."""
+        if self._judge is None:
+            return None
+        if not self._captures:  # a graph that was not replayed has filled no sample
+            self._products.hand_over(self._step)
+        own = [finding for finding in self._judge.wait() if finding.ranks == (self.rank,)]
+        if not own:
+            return None
+        return self._reported(min(own, key=lambda finding: finding.order), min(finding.step for finding in own))
+
     def close(self) -> None:
         """Sample no more."""
         sampling.use(None)
