@@ -4,9 +4,7 @@
 It takes layers apart, and calls their parts. Megatron and Bridge assert some of these limits, one at a time.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
@@ -22,17 +20,8 @@ def _key(config: RunConfig) -> str:
     return f"{SECTION if config.section(SECTION) else 'model'}.{FIELD}=true"
 
 
-def _row(
-    test: Callable[[RunConfig], Any],
-    text: str = "",
-    solve: str = "",
-    needs: Callable[[RunConfig], bool] = RunConfig.overlaps,
-    **more: Any,
-) -> Rule[RunConfig]:
-    return Rule(test, text, solve, needs=needs, head=_key, **more)
-
-
-_invariant = partial(_row, needs=lambda t: t.overlaps() and t.numerics.invariant, stock=True)
+_row = partial(Rule, needs=RunConfig.overlaps, head=_key)
+_invariant = partial(Rule, needs=lambda t: t.overlaps() and t.numerics.invariant, head=_key, stock=True)
 
 
 def _replaced(field: str) -> Rule[RunConfig]:

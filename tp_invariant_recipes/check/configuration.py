@@ -109,7 +109,7 @@ def _objects(config: RunConfig) -> list[Problem]:
     ]
 
 
-RECIPE_RULES = tuple(Rule(test, needs=lambda t: t.recipe.name is not None) for test in (_device, _objects))
+RECIPE_RULES = tuple(Rule[RunConfig](test, needs=lambda t: t.recipe.name is not None) for test in (_device, _objects))
 
 
 # In the order of messages.

@@ -2,7 +2,7 @@
 """Rules of fine-tuning: examples, adapters, and weights from a folder of Hugging Face."""
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.check.invariant import training as training_rules
@@ -17,11 +17,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 _INDEX = f"dataset.dataset_kwargs.{finetuning.INDEX}"
 
 
-def _row(
-    test: Callable[[RunConfig], Any], text: str = "", solve: str = "", head: Callable[[RunConfig], str] | None = None
-) -> Rule[RunConfig]:
-    """Return a rule of runs on examples."""
-    return Rule(test, text, solve, needs=lambda t: finetuning.is_sft(t.section("dataset")), head=head)
+_row = partial(Rule, needs=lambda t: finetuning.is_sft(t.section("dataset")))
 
 
 def _downloads(config: RunConfig) -> list[str]:
@@ -56,7 +52,7 @@ def _tokenizer(config: RunConfig) -> Problem | None:
     return Problem("", "a recipe for fine-tuning needs tokenizer.tokenizer_model=FOLDER, of Hugging Face")
 
 
-EXAMPLE_RULES = (
+EXAMPLE_RULES: tuple[Rule[RunConfig], ...] = (
     _row(lambda t: t.data.kind != "recipe", "this recipe trains on examples",
         "leave it out, dataset.dataset_root=FOLDER", head=lambda t: f"data={t.data.kind}"),
     _row(_downloads, "tpi downloads no examples",
@@ -131,12 +127,7 @@ def _shares_adapter(config: RunConfig, fields: Fields) -> bool:
     return not grouped and bool(fields.get("share_expert_adapters")) and training_rules.of_experts(config, fields)
 
 
-def _rule(test: Callable[[RunConfig, Fields], Any], text: str = "", solve: str = "", key: str = "") -> Rule[RunConfig]:
-    """Return a rule of a run with adapters, and of its section."""
-    head = (lambda t: key) if key else None
-    adapted = wraps(test)(lambda t: test(t, finetuning.section(t) or {}))
-    return Rule(adapted, text, solve, needs=finetuning.adapts, head=head)
-
+_rule = partial(Rule, needs=finetuning.adapts, of=lambda t: (t, finetuning.section(t)))
 
 ADAPTER_RULES = (
     _rule(_unknown),
@@ -150,7 +141,7 @@ ADAPTER_RULES = (
         f"numerics.initial_weights=invariant draws adapters of {', '.join(finetuning.TARGETS)} and of no experts",
         "numerics.initial_weights=megatron"),
     _rule(_shares_adapter, "experts that are not grouped have an adapter each", f"{_SHARED}=false, or numerics=tree",
-        f"{_SHARED}=true"),
+        head=value_of(_SHARED)),
 )  # fmt: skip
 
 
@@ -163,7 +154,9 @@ OFF = {
     "dist.use_torch_fsdp2": "they are sharded",
 }
 
-_of_folder = partial(Rule, needs=lambda t: t.weights.folder is not None, head=lambda t: f"weights={t.weights.folder}")
+_of_folder = partial(
+    Rule[RunConfig], needs=lambda t: t.weights.folder is not None, head=lambda t: f"weights={t.weights.folder}"
+)
 
 
 def _sets(path: str) -> Callable[[RunConfig], Any]:

@@ -7,7 +7,7 @@ Every degree is at least 1 when they are asked (check/typed.py).
 import math
 import re
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
@@ -241,10 +241,7 @@ def _lr(config: RunConfig) -> Problem | None:
     return Problem("", f"lr={lr} is below optimizer.min_lr={low}", f"{lower}a higher lr")
 
 
-def _rule(test: Callable[[RunConfig, Layout], Problem | None]) -> Rule[RunConfig]:
-    """Return a rule about the layout of a run."""
-    return Rule(wraps(test)(lambda config: test(config, config.layout)))
-
+_rule = partial(Rule, of=lambda t: (t, t.layout))
 
 RULES: tuple[Rule[RunConfig], ...] = (
     *map(

@@ -40,13 +40,12 @@ def _single_shard(config: RunConfig) -> bool:
     return (config.numerics.data_shards or 1) <= config.parallel.data_parallel_size
 
 
-def _row(
-    test: Callable[[RunConfig], Any], text: str, solve: str, kinds: tuple[str, ...] = (PRODUCTS, SHADOW)
-) -> Rule[RunConfig]:
-    return Rule(test, text, solve, needs=lambda t: t.guard.kind in kinds, head=lambda t: f"guard={t.guard.kind}")
+def _guard(config: RunConfig) -> str:
+    return f"guard={config.guard.kind}"
 
 
-_shadow = partial(_row, kinds=(SHADOW,))
+_row = partial(Rule, needs=lambda t: t.guard.kind != OFF, head=_guard)
+_shadow = partial(Rule, needs=lambda t: t.guard.kind == SHADOW, head=_guard)
 
 
 def _experts_on_all_replicas(config: RunConfig) -> bool:
@@ -138,7 +137,7 @@ def _undigested(test: Callable[[RunConfig], Any], text: str, solve: str) -> Rule
 
 RULES: tuple[Rule[RunConfig], ...] = (
     Rule(lambda t: t.ledger.digests < 0, "must be 0 (never) or a number of steps", head=value_of("ledger.digests")),
-    *map(Rule, (_trace, _graphs, _dump)),
+    *map(Rule[RunConfig], (_trace, _graphs, _dump)),
     _undigested(lambda t: t.at("optimizer.optimizer_cpu_offload"),
         "digests: an optimizer on the CPU keeps master weights and moments there",
         "optimizer.optimizer_cpu_offload=false"),

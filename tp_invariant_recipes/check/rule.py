@@ -36,6 +36,7 @@ class Rule[Subject]:
     """A rule of a subject: of a RunConfig, or of a run as planned on a machine.
 
     test:  returns a Problem, several or None; or, with `text`, anything that is true where the rule is broken.
+    of:    what of a subject the test takes, beside itself or in its place.
     text, solve: of the problem, for a test that returns none.
     needs: whether the rule is about a subject; a test may rely on it.
     head:  the setting that the rule is about, as in "guard=shadow": the key of its problems, or before their keys.
@@ -43,13 +44,14 @@ class Rule[Subject]:
     adjust: what the invariant numerics set otherwise of a recipe that breaks the rule, in this order.
     """
 
-    test: Callable[[Subject], Any]
+    test: Callable[[Subject], Any] | Callable[..., Any]
     text: str = ""
     solve: str = ""
     needs: Callable[[Subject], Any] = lambda subject: True
     head: Callable[[Subject], str] | None = None
     stock: bool = False
     adjust: tuple[Adjusted, ...] = ()
+    of: Callable[[Subject], tuple[Any, ...]] = lambda subject: (subject,)
 
     @property
     def name(self) -> str:
@@ -63,7 +65,7 @@ class Rule[Subject]:
 
     def broken(self, subject: Subject) -> Any:
         """Return what the test returns; None: the rule is not about the subject."""
-        return self.test(subject) if self.needs(subject) else None
+        return self.test(*self.of(subject)) if self.needs(subject) else None
 
     def problems(self, subject: Subject) -> list[Problem]:
         """Return what is wrong, in the order of the texts."""
@@ -103,7 +105,7 @@ def limit(test: Test, text: str = "", solve: str = "", **more: Any) -> Rule[RunC
     return limit_of(lambda t: True, test, text, solve, **more)
 
 
-def limit_of(needs: Test, test: Test, text: str = "", solve: str = "", **more: Any) -> Rule[RunConfig]:
+def limit_of(needs: Test, test: Callable[..., Any], text: str = "", solve: str = "", **more: Any) -> Rule[RunConfig]:
     """Return a limit of those runs to which something applies."""
     return Rule(
         test,

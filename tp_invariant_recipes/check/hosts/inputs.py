@@ -143,7 +143,7 @@ def _raised(read: Callable[[RunConfig], object]) -> Callable[[Reading], list[Pro
 
 
 # About the files that settings name; a rule of the configuration says which settings are missing.
-RULES = (
+RULES: tuple[Rule[Reading], ...] = (
     Rule(_checkpoint),
     Rule(_raised(check_weights), needs=lambda reading: not reading.imported),
     Rule(_raised(_text)),

@@ -5,9 +5,9 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 
 from tp_invariant_recipes.check.rule import Rule, broken_rules, value_of
 from tp_invariant_recipes.errors import Problem
@@ -143,7 +143,7 @@ def _no_gpu_memory(config: RunConfig) -> bool:
 
 FITTING: tuple[Rule[RunConfig], ...] = (
     Rule(_no_gpu_memory, "must be at least 1", head=value_of("cluster.gpu_memory")),
-    *map(Rule, (_more_ranks_than_gpus, _part_of_a_node, _srun_options)),
+    *map(Rule[RunConfig], (_more_ranks_than_gpus, _part_of_a_node, _srun_options)),
 )  # fmt: skip
 
 
@@ -247,10 +247,7 @@ def _forwarded(job: PendingJob) -> Iterator[Problem]:
             yield Problem("cluster.forward", f"{name} is not set here", "export it, or leave it out of cluster.forward")
 
 
-def _rule(test: Callable[[RunConfig], Iterator[Problem]]) -> Rule[PendingJob]:
-    """Return a rule about the run of a job."""
-    return Rule(wraps(test)(lambda job: test(job.config)))
-
+_rule = partial(Rule, of=lambda job: (job.config,))
 
 SUBMITTED: tuple[Rule[PendingJob], ...] = (
     *map(_rule, (_unknown_nodes, _other_device, _time, _words, _options, _container, _mounts)),

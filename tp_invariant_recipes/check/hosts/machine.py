@@ -3,11 +3,10 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.check.hosts import inputs
 from tp_invariant_recipes.check.hosts.inputs import Reading
@@ -192,17 +191,15 @@ def _torchruns(config: RunConfig) -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _here(test: Callable[[RunConfig], Any], text: str = "", solve: str = "", key: str = "") -> Rule[PendingRun]:
-    """Return a rule about the machine that ranks run on."""
-    head = (lambda start: key) if key else None
-    return Rule(wraps(test)(lambda start: test(start.config)), text, solve, needs=lambda start: start.here, head=head)
+# About the machine that ranks run on.
+_here = partial(Rule, of=lambda start: (start.config,), needs=lambda start: start.here)
 
-
-LAYERS = (
+LAYERS: tuple[Rule[PendingRun], ...] = (
     _here(_torchruns, "torchrun has started this process as a rank", "tpi.pretrain(tpi.recipe(…)) starts no other"),
     _here(_gpus),
     _here(_optimizer),
-    _here(_fused_gradients, "only Megatron's own layers on a GPU fuse them", f"{_FUSED}=false", f"{_FUSED}=true"),
+    _here(_fused_gradients, "only Megatron's own layers on a GPU fuse them", f"{_FUSED}=false",
+        head=lambda start: f"{_FUSED}=true"),
     _here(_interfaces),
     _here(_loopback),
     _here(registry.problems),

@@ -204,9 +204,9 @@ def _unfilled(config: RunConfig, shards: int) -> Iterator[Problem]:
         yield Problem(f"numerics={config.numerics.mode}", f"on a CPU {numbers} {must}")
 
 
-RULES = (
+RULES: tuple[Rule[RunConfig], ...] = (
     *(
-        Rule(test, needs=lambda t: t.numerics.invariant, stock=True)
+        Rule[RunConfig](test, needs=lambda t: t.numerics.invariant, stock=True)
         for test in (_virtual_shards, _data_shards, _context_shards, _expert_groups)
     ),
     Rule(_unread, needs=lambda t: not t.numerics.invariant),

@@ -2,13 +2,12 @@
 """What the invariant modes cover of how a model is trained: Muon, examples, packed sequences, adapters."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.check.invariant import fp8
 from tp_invariant_recipes.check.rule import (
-    Rule,
     Test,
     becomes,
     cuts_sequences,
@@ -25,8 +24,6 @@ from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import cuda_graphs, finetuning, muon
 from tp_invariant_recipes.settings.run_config import RunConfig
-
-type OfSection = Callable[[RunConfig, Mapping[str, Any]], Any]
 
 # The limits of Muon, which orthogonalises whole matrices (numerics/megatron/muon.py).
 
@@ -94,9 +91,8 @@ PADDED, _ENDS = (f"dataset.{finetuning.PACKING}.{name}" for name in ("pad_seq_to
 WITHOUT = "dataset.enable_offline_packing=false"
 
 
-def _packed_row(wrong: OfSection, text: str, solve: str = "", **more: Any) -> Rule[RunConfig]:
-    """wrong: of a run with packed sequences, and of how they are packed."""
-    return limit(lambda t: (specs := finetuning.packing(t)) is not None and wrong(t, specs), text, solve, **more)
+# Of a run with packed sequences, and of how they are packed.
+_packed_row = partial(limit_of, lambda t: finetuning.packing(t) is not None, of=lambda t: (t, finetuning.packing(t)))
 
 
 def divisors(config: RunConfig) -> tuple[int, ...]:
@@ -118,9 +114,8 @@ def _fitting(config: RunConfig) -> int:
     return max(2, math.lcm(multiple, *(divisors(config) or (8,))))
 
 
-def _uneven_padding(config: RunConfig) -> Problem | None:
-    specs = finetuning.packing(config)
-    if specs is None or not uneven(config, specs):
+def _uneven_padding(config: RunConfig, specs: Mapping[str, Any]) -> Problem | None:
+    if not uneven(config, specs):
         return None
     text = "virtual shards, and blocks in low precision, divide each packed sequence, and its padding is told apart"
     return Problem(f"{PADDED}={as_text(specs.get('pad_seq_to_mult'))}", text, f"{PADDED}={_fitting(config)}")
@@ -134,7 +129,7 @@ def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
 
 PACKED_LIMITS = (
     _packed_row(lambda t, _: lacks(mode.PACKED)(t), mode.only(mode.PACKED), WITHOUT),
-    limit(_uneven_padding, adjust=becomes(_fitting, PADDED)),
+    _packed_row(_uneven_padding, adjust=becomes(_fitting, PADDED)),
     _packed_row(lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
         "the number of sequences differs from row to row, and a captured step has one",
         f"cuda_graph=off, {_ENDS}=false", adjust=becomes(False, _ENDS)),
@@ -157,10 +152,8 @@ def of_experts(config: RunConfig, fields: Mapping[str, Any]) -> bool:
     return bool(config.shape.experts) and finetuning.of_feed_forward(fields)
 
 
-def _lora_row(wrong: OfSection, text: str, solve: str = "") -> Rule[RunConfig]:
-    """wrong: of a run with adapters, and of its section."""
-    return limit(lambda t: (fields := finetuning.section(t)) is not None and wrong(t, fields), text, solve)
-
+# Of a run with adapters, and of its section.
+_lora_row = partial(limit_of, finetuning.adapts, of=lambda t: (t, finetuning.section(t)))
 
 LORA_LIMITS = (
     _lora_row(lambda t, _: not t.numerics.covers(mode.LORA), mode.only(mode.LORA)),
