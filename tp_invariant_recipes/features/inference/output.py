@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,46 @@ def line(
 def _decimals(column: np.ndarray, name: str) -> str:
     texts = map(str, column.astype(np.int64).tolist()) if name in WHOLE else column.astype(np.float32).astype(str)
     return f"[{', '.join(texts)}]"
+
+
+class Written:
+    """What has been written since the start of the ranks: lines, the tokens of their sequences, and the speed.
+
+    folder, pattern: of the files, to which ranks append lines.
+    """
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self.folder, self.pattern, self.lines, self.tokens, self.seconds = folder, pattern, 0, 0, 0.0
+        self._read = {file: file.stat().st_size for file in folder.glob(pattern)}
+        self._files = len(self._read)
+        self._started: tuple[float, int] | None = None  # when the ranks were ready, and the tokens by then
+
+    def look(self) -> None:
+        """Read what is new. A rank opens its file when its model is ready, or when it has its first lines."""
+        before = self.lines
+        for file in self.folder.glob(self.pattern):
+            with file.open("rb") as stream:
+                stream.seek(self._read.get(file, 0))
+                data = stream.read()
+            data = data[: data.rfind(b"\n") + 1]
+            self._read[file] = self._read.get(file, 0) + len(data)
+            for row in map(json.loads, data.splitlines()):
+                self.lines += 1
+                self.tokens += row.get("first", 0) + len(row["token_ids"])
+        if self._started is None and (len(self._read) > self._files or self.lines):
+            self._started = time.monotonic(), self.tokens
+        elif self._started is not None and self.lines > before:
+            self.seconds = time.monotonic() - self._started[0]
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second, without those of the first look, for which ranks have compiled; None: not known yet."""
+        return (self.tokens - self._started[1]) / self.seconds if self._started and self.seconds else None
+
+    @property
+    def speed_in_words(self) -> str:
+        """Such as "1,200 tokens/s"; empty: not known yet."""
+        return f"{self.speed:,.0f} tokens/s" if self.speed else ""
 
 
 def complete(file: Path) -> int:

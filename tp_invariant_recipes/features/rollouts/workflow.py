@@ -8,7 +8,6 @@ decides them OUT.meta.json.
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -180,38 +179,6 @@ def finished(generation: Generation) -> bool:
     return output.finished(generation.out, "rollouts", lambda there: there == generation.identity)
 
 
-class Progress:
-    """What has been written since the start of the ranks: completions, tokens and seconds, read from their files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.completions, self.tokens, self.seconds = folder, 0, 0, 0.0
-        self._started: float | None = None
-        self._read = {part: part.stat().st_size for part in folder.glob(prompts.PARTS)}
-        self._before = len(self._read)
-
-    def __call__(self) -> None:
-        """Read what is new."""
-        for part in self.folder.glob(prompts.PARTS):
-            with part.open("rb") as stream:
-                stream.seek(self._read.get(part, 0))
-                data = stream.read()
-            data = data[: data.rfind(b"\n") + 1]
-            self._read[part] = self._read.get(part, 0) + len(data)
-            for line in data.splitlines():
-                self.completions += 1
-                self.tokens += len(json.loads(line)["token_ids"])
-        now = time.monotonic()
-        if self._started is None and (len(self._read) > self._before or self.completions):
-            self._started = now  # a rank opens its file when its model is ready
-        if self._started is not None and self.completions:
-            self.seconds = now - self._started
-
-    @property
-    def speed(self) -> float | None:
-        """Tokens a second; None: not known yet."""
-        return self.tokens / self.seconds if self.seconds else None
-
-
 def execute(generation: Generation, show: Callable[[int, int, str], None] = lambda *_: None) -> GenerateResult:
     """Complete what is not completed yet. show: told completions, of how many, and the speed. Raises as `generate`."""
     from tp_invariant_recipes.features.rollouts.engine import Generate
@@ -225,12 +192,11 @@ def execute(generation: Generation, show: Callable[[int, int, str], None] = lamb
         remaining = [request for request in generation.requests if not _is_done(request, where)]
         before = generation.count - sum(request.sampling.num_return_sequences for request in remaining)
         generation.partial.logs.mkdir(exist_ok=True)
-        written = Progress(folder)
+        written = output.Written(folder, prompts.PARTS)
 
         def tick() -> None:
-            written()
-            speed = f"{written.speed:,.0f} tokens/s" if written.speed else ""
-            show(before + written.completions, generation.count, speed)
+            written.look()
+            show(before + written.lines, generation.count, written.speed_in_words)
 
         if remaining:
             engine = {**generation.request.engine, "digests": generation.request.digests}

@@ -2,9 +2,7 @@
 """A rank of `tpi score`: the model with a checkpoint's weights, forward passes, and rank 0 writes the lines."""
 
 import copy
-import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -149,7 +147,6 @@ class Head:
 
 
 CONTEXTS = 2  # chunks of a context shard
-TIMES = "times.jsonl"  # beside the lines
 
 
 @dataclass(frozen=True)
@@ -183,16 +180,14 @@ class Score:
         with ThreadPoolExecutor(1) as pool:
             writing: Future[None] | None = None
             for window in windows(remaining, WINDOWS["cpu" if self.config.device.kind == "cpu" else "cuda"]):
-                begun = time.monotonic()
                 if forward.table is not None:
                     forward.table.start = [*accumulate((len(s.tokens) - s.first for s in window), initial=row)]
                     row = forward.table.start[-1]
                 scores = forward.window(window, self.tokens)
-                computed = sum(len(sequence.tokens) for sequence in window), time.monotonic() - begun
                 if writing is not None:
                     writing.result()
                 if dist.get_rank() == 0:
-                    writing = pool.submit(append, self.out, window, scores, self.wanted.columns, computed)
+                    writing = pool.submit(append, self.out, window, scores, self.wanted.columns)
             if writing is not None:
                 writing.result()
 
@@ -323,26 +318,11 @@ def _tensors(batch: Batch, window: Sequence[sequences.Sequence]) -> tuple[Tensor
 
 
 def append(
-    file: Path,
-    window: Sequence[sequences.Sequence],
-    scores: Sequence[np.ndarray],
-    columns: Sequence[str],
-    computed: tuple[int, float],
+    file: Path, window: Sequence[sequences.Sequence], scores: Sequence[np.ndarray], columns: Sequence[str]
 ) -> None:
-    """Write the lines of a window and wait until they are on the disk; then what it took, beside them.
-
-    scores: [columns, scored] fp64 of each. computed: tokens, and seconds of their forward passes.
-    """
+    """Write the lines of a window and wait until they are on the disk. scores: [columns, scored] fp64 of each."""
     with file.open("ab") as stream:
         for sequence, values in zip(window, scores, strict=True):
             stream.write(output.line(sequence, values, columns))
         stream.flush()
         os.fsync(stream.fileno())
-    with file.with_name(TIMES).open("a") as stream:
-        stream.write(f"{json.dumps(computed)}\n")
-
-
-def tokens_per_second(file: Path) -> float | None:
-    """Measure forward passes without the first window, which compiles and tries products; None: there was no other."""
-    times = [json.loads(line) for line in file.with_name(TIMES).read_text().splitlines()][1:]
-    return sum(tokens for tokens, _ in times) / sum(seconds for _, seconds in times) if times else None

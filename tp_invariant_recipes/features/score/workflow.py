@@ -131,7 +131,7 @@ def score(request: ScoreRequest, console: Console) -> ScoreResult:
         with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
             train.validate(job.plan)
         with progress.Counter(console) as counter:
-            result = execute(job, _shown(job, counter.counting("scoring:", " sequences")))
+            result = execute(job, counter.counting("scoring:", " sequences"))
     speed = f", {result.speed:,} tokens/s" if result.speed else ""
     terminal.print_line(console, f"{job.out}: {job.count:,} sequences{speed}")
     if request.against is None:
@@ -237,12 +237,12 @@ def _serves(there: Any, identity: dict[str, Any], wanted: set[str]) -> bool:
     return there | {"columns": None} == identity | {"columns": None} and all(columns.get(name) for name in wanted)
 
 
-def execute(scoring: Scoring, tick: Callable[[], None]) -> ScoreResult:
+def execute(scoring: Scoring, show: Callable[[int, int, str], None]) -> ScoreResult:
     """Score what is not scored yet.
 
-    tick: called about ten times a second. Raises a TpiError; Interrupted: Ctrl-C, and the same command goes on.
+    show: told sequences, of how many, and the speed. Raises a TpiError; Interrupted: the same command goes on.
     """
-    from tp_invariant_recipes.features.score.rank import TIMES, Score, Wanted, tokens_per_second
+    from tp_invariant_recipes.features.score.rank import Score, Wanted
 
     folder = scoring.partial
     with locked(folder):
@@ -257,16 +257,19 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> ScoreResult:
             scoring.plan.config, scoring.checkpoint, scoring.file, scoring.tokenizer, scoring.lines, done,
             scoring.request.tokens, wanted,
         )  # fmt: skip
-        begun = time.monotonic()
-        speed = None
+        begun, written = time.monotonic(), output.Written(folder.path, scoring.lines.name)
+
+        def tick() -> None:
+            written.look()
+            show(done + written.lines, scoring.count, written.speed_in_words)
+
         if done < scoring.count:
-            scoring.lines.with_name(TIMES).unlink(missing_ok=True)
             if not scoring.completes(tick, do):
                 done = output.complete(scoring.lines)
                 raise Interrupted(
                     f"stopped: {done} of {scoring.count} sequences are scored, and the same command goes on"
                 )
-            speed = tokens_per_second(scoring.lines)
+            tick()
         if (reached := output.complete(scoring.lines)) != scoring.count:
             raise RunError(
                 f"{scoring.lines} has {reached} lines of {scoring.count}: the same command goes on in {folder.path}"
@@ -276,21 +279,4 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> ScoreResult:
         output.publish(scoring.lines, scoring.out, scoring.identity)
     shutil.rmtree(folder.path, ignore_errors=True)
     seconds = round(time.monotonic() - begun, 2)
-    return ScoreResult(scoring.out, scoring.count - done, seconds, round(speed) if speed else None)
-
-
-def _shown(scoring: Scoring, show: Callable[[int, int], None]) -> Callable[[], None]:
-    """Return what shows how many lines have been written."""
-    written, position = 0, 0
-
-    def tick() -> None:
-        nonlocal written, position
-        if scoring.lines.exists():
-            with scoring.lines.open("rb") as stream:
-                stream.seek(position)
-                while block := stream.read(1 << 20):
-                    written += block.count(b"\n")
-                position = stream.tell()
-        show(written, scoring.count)
-
-    return tick
+    return ScoreResult(scoring.out, scoring.count - done, seconds, round(written.speed) if written.speed else None)

@@ -220,3 +220,16 @@ def test_a_folder_in_the_place_of_sequences_is_refused(cli, tmp_path):
     ended = cli("score", "sequences.jsonl", str(tmp_path))
     assert ended.status == 2
     assert ended.err == f"error: {tmp_path}: a folder, where a file of SEQUENCES comes: tpi score RUN SEQUENCES\n"
+
+
+def test_the_speed_is_without_the_lines_that_come_first(tmp_path, monkeypatch):
+    """Nor those of an earlier start; prompts count, and half a line does not."""
+    (tmp_path / "part-0").write_text('{"token_ids": [1, 2]}\n')
+    written, now = output.Written(tmp_path, "part-*"), 0.0
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    for now, text in ((10.0, '{"first": 3, "token_ids": [1]}\n{"tok'), (12.0, 'en_ids": [1, 2]}\n'), (20.0, "")):
+        with (tmp_path / "part-0").open("a") as stream:
+            stream.write(text)
+        written.look()
+    assert (written.lines, written.tokens, written.seconds, written.speed) == (2, 6, 2.0, 1.0)
+    assert written.speed_in_words == "1 tokens/s"
