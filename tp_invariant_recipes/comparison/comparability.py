@@ -5,8 +5,6 @@ On different machines: equal ones under numerics=portable, else none. On one mac
 for one definition of a product; versions of tpi have others on GPUs (numerics/tree_modes.py).
 """
 
-from collections.abc import Sequence
-
 from tp_invariant_recipes.comparison.explanation import LABELS
 from tp_invariant_recipes.ledger.digests import in_order
 from tp_invariant_recipes.ledger.run_files import Span, spans, spans_in_words
@@ -59,7 +57,9 @@ def across_machines(a: Header, b: Header, different: bool) -> str | None:
     different: whether a compared bit differs.
     """
     recorded = all(CAPABILITY in header.device for header in (a, b))
-    in_a, in_b = (_architecture(header, FIELDS if recorded else FIELDS[:-1]) for header in (a, b))
+    names = FIELDS if recorded else FIELDS[:-1]
+    devices = ([header.device.get(name) for name in names] for header in (a, b))
+    in_a, in_b = (" ".join(str(value) for value in device if value not in (None, "0.0")) for device in devices)
     modes = {str(header.numerics.get("mode")) for header in (a, b)}
     if in_a == in_b:
         return None
@@ -132,8 +132,3 @@ def changed_processor(before: Header, now: str, step: int) -> str | None:
 def all_machines(header: Header) -> bool:
     """Whether a run's numerics promise equal bits on all machines."""
     return bool((arithmetic := mode.find(str(header.numerics.get("mode")))) and arithmetic.any_machine)
-
-
-def _architecture(header: Header, names: Sequence[str]) -> str:
-    device = header.device
-    return " ".join(str(device[name]) for name in names if device.get(name) not in (None, "0.0"))

@@ -38,7 +38,6 @@ from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.settings import environment
-from tp_invariant_recipes.settings.run_config import RunConfig
 
 SIDES = ("a", "b")
 # The variables of a run's recorded environment that belong to the machine; they keep this machine's values.
@@ -186,22 +185,18 @@ def _refereed(bisection: Bisection, watch: Watch, equal_until: int, result: Bise
 def _rerun(ledger: Ledger, run_dir: RunDir, steps: tuple[int, int], equal_until: int, dump: tuple[str, ...]) -> Rerun:
     original = RunDir(ledger.path.parent)
     variables = original.read_environment()
-    start = _start(original, ledger, equal_until)
+    start, config = _start(original, ledger, equal_until), original.read_run_config()
     record = [
         "ledger.digests=1",
         "ledger.state_digests=1",
         f"ledger.trace={steps[0]}:{steps[1]}",
         f"ledger.dump=[{','.join(dump)}]",
-        *_whole_layers(original.read_run_config()),
+        # A trace needs steps that call each module once; no bit changes.
+        *("model.cuda_graph_impl=none", *([config.without_overlap] if config.overlaps() else ())),
     ]
     with _environment(variables):
         planned = resume.rerun(original.path, run_dir, start, last_step=steps[1], record=record)
     return Rerun(ledger, planned, _lines(ledger, planned.start), variables)
-
-
-def _whole_layers(config: RunConfig) -> list[str]:
-    """Return overrides that change no bit, with which a step calls each module once, as a trace needs."""
-    return ["model.cuda_graph_impl=none", *([config.without_overlap] if config.overlaps() else [])]
 
 
 @contextmanager

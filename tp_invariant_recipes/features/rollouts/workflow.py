@@ -189,8 +189,9 @@ def execute(generation: Generation, show: Callable[[int, int, str], None] = lamb
         where = prompts.places(folder)
         if where and not generation.request.resume:
             raise RunError(f"{folder} has {len(where)} of {generation.count} completions: --resume, or remove it")
-        remaining = [request for request in generation.requests if not _is_done(request, where)]
-        before = generation.count - sum(request.sampling.num_return_sequences for request in remaining)
+        samples = {request: range(request.sampling.num_return_sequences) for request in generation.requests}
+        remaining = [request for request, own in samples.items() if any((request.id, n) not in where for n in own)]
+        before = generation.count - sum(len(samples[request]) for request in remaining)
         generation.partial.logs.mkdir(exist_ok=True)
         written = output.Written(folder, prompts.PARTS)
 
@@ -217,7 +218,3 @@ def execute(generation: Generation, show: Callable[[int, int, str], None] = lamb
     shutil.rmtree(folder, ignore_errors=True)
     speed = round(written.speed) if written.speed else None
     return GenerateResult(generation.out, generation.count, written.tokens, round(written.seconds, 2), speed)
-
-
-def _is_done(request: Request, where: dict[prompts.Place, Any]) -> bool:
-    return all((request.id, sample) in where for sample in range(request.sampling.num_return_sequences))

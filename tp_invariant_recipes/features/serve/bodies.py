@@ -58,10 +58,6 @@ def _temperature(value: float) -> float:
     return value
 
 
-def _several(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 Tokens = Annotated[int, Field(ge=1, lt=1 << 31)]
 Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
@@ -87,7 +83,9 @@ class Draws(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
     n: Annotated[int, Field(ge=1, le=1 << 16)] = 1
-    stop: Annotated[list[Stop], Field(max_length=STOPS), BeforeValidator(_several)] = []
+    stop: Annotated[
+        list[Stop], Field(max_length=STOPS), BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)
+    ] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=STOPS)] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -15,7 +15,7 @@ from rich.text import Text
 from tp_invariant_recipes.comparison import compare
 from tp_invariant_recipes.comparison.compare import Comparison, Verdict
 from tp_invariant_recipes.comparison.explanation import run_name
-from tp_invariant_recipes.comparison.result import report
+from tp_invariant_recipes.comparison.result import comparison_json
 from tp_invariant_recipes.comparison.text import compared_values, machine_remark, remarks, stock_remark, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import described, readable
@@ -72,13 +72,8 @@ class ConfigurationResult:
         """The bits of its last step's loss."""
         return self.ledger.steps[-1].loss if self.ledger and self.ledger.steps else None
 
-    @property
-    def last_loss(self) -> str:
-        """The last step's loss for people."""
-        return "" if self.loss is None else str(readable(self.loss))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what every row of `verify.json` has."""
+    def as_json(self) -> dict[str, Any]:
+        """Return a row of `verify.json`."""
         return {
             "label": self.label,
             "run": str(self.run),
@@ -88,6 +83,8 @@ class ConfigurationResult:
             "loss": described(self.loss),
             "state": self.state,
             "why": self.why,
+            "text": self.words,
+            "comparison": None if self.comparison is None else comparison_json(self.comparison),
         }
 
     @property
@@ -150,7 +147,7 @@ class SweepVerdict(Result):
             "directory": str(self.directory),
             **self.matrix.described(),
             "against": self.matrix.against,
-            "rows": [_row(row) for row in self.rows],
+            "rows": [row.as_json() for row in self.rows],
         }
 
     @override
@@ -160,8 +157,9 @@ class SweepVerdict(Result):
         table = Table(first, *numbers, last, box=box.SIMPLE_HEAD, collapse_padding=True)
         for row in self.rows:
             steps = str(row.steps) if row.steps == row.planned else f"{row.steps} of {row.planned}"
+            loss = "" if row.loss is None else str(readable(row.loss))
             table.add_row(  # Text, because a name may contain characters that rich reads as markup
-                *map(Text, (single_line(row.label), str(row.ranks), steps, row.last_loss)),
+                *map(Text, (single_line(row.label), str(row.ranks), steps, loss)),
                 Text(single_line(row.words), style=_COLOURS.get(row.state, "yellow")),
             )
         yield table
@@ -173,7 +171,7 @@ class SweepVerdict(Result):
             yield f"continue with: {self.advice}"
 
 
-def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> SweepVerdict:
+def judge(directory: Path, against: Path | str | None = None, *, exitfirst: bool = False) -> SweepVerdict:
     """Compare the configurations in a directory of `tpi verify` with the first complete one, or with the ledger of
     --against.
 
@@ -186,7 +184,7 @@ def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = Fal
     return verdict
 
 
-def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> SweepVerdict:
+def verdict_on(directory: Path, against: Path | str | None = None, *, exitfirst: bool = False) -> SweepVerdict:
     """Compare the configurations as above, and write nothing."""
     where = SweepDir(directory)
     matrix = where.read_matrix()
@@ -394,8 +392,3 @@ def _next_command(reference: ConfigurationResult, different: ConfigurationResult
     first = different.comparison.first if different.comparison else None
     can = first is not None and first.step > 0 and reference.run.is_dir() and different.run.is_dir()
     return shlex.join(["tpi", "bisect" if can else "compare", os.fspath(reference.run), os.fspath(different.run)])
-
-
-def _row(row: ConfigurationResult) -> dict[str, Any]:
-    comparison = None if row.comparison is None else report((row.comparison,))["comparisons"][0]
-    return row.as_dict() | {"text": row.words, "comparison": comparison}

@@ -126,7 +126,7 @@ def plan_rerun(
     trust.require(directory, requested)
     if against is not None:
         requested = replace(requested, against=str(against.expanduser().absolute()))
-    verdict = judge(directory, _against_path(requested))
+    verdict = judge(directory, requested.against)
     states = {row.run: row.state for row in verdict.rows}
     cells = [cell for cell in requested.cells if states[where.cell(cell.name).path] not in PASSED]
     if not cells:
@@ -192,7 +192,7 @@ def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False
     where = verification.directory
     with (locked if verification.rerun else locked_empty)(where):
         interrupted = train_configurations(verification, watch, exitfirst=exitfirst)
-        verdict = judge(where.path, _against_path(verification.matrix), exitfirst=exitfirst)
+        verdict = judge(where.path, verification.matrix.against, exitfirst=exitfirst)
         return replace(verdict, interrupted=interrupted)
 
 
@@ -218,12 +218,8 @@ def train_configurations(verification: Verification, watch: Watch, *, exitfirst:
 
 def _passes(verification: Verification, cell: Configuration) -> bool:
     where = verification.directory
-    rows = verdict_on(where.path, _against_path(verification.matrix)).rows
+    rows = verdict_on(where.path, verification.matrix.against).rows
     return next(row.state for row in rows if row.run == where.cell(cell.name).path) in PASSED
-
-
-def _against_path(requested: Sweep) -> Path | None:
-    return None if requested.against is None else Path(requested.against)
 
 
 def _set_aside(where: SweepDir, cell: Configuration) -> None:
