@@ -2,7 +2,7 @@
 """What `tpi compare` found: every comparison with the first run, as lines and as JSON."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, override
 
@@ -28,22 +28,6 @@ from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.text import single_line
 
 REPORT_SCHEMA = 2
-
-
-def exit_status(comparisons: Iterable[Comparison]) -> int:
-    """Return the worst of several: one incomparable run outweighs a different one."""
-    return max(comparison.exit_status for comparison in comparisons)
-
-
-def report(comparisons: Sequence[Comparison]) -> dict:
-    """All comparisons with one first run, as JSON. Documented in docs/ledger.md."""
-    return {
-        "schema": REPORT_SCHEMA,
-        "exit_status": exit_status(comparisons),
-        "error": None,
-        "compared_fields": [field.name for field in FIELDS],
-        "comparisons": [comparison_json(comparison) for comparison in comparisons],
-    }
 
 
 def error_report(error: Exception) -> dict:
@@ -124,7 +108,8 @@ class CompareResult(Result):
     @property
     @override
     def exit_status(self) -> int:
-        return exit_status(self.comparisons)
+        """Return the worst of several: one incomparable run outweighs a different one."""
+        return max(comparison.exit_status for comparison in self.comparisons)
 
     @property
     def identical(self) -> bool:
@@ -143,7 +128,13 @@ class CompareResult(Result):
 
     @override
     def as_json(self) -> dict[str, Any]:
-        return report(self.comparisons)
+        return {
+            "schema": REPORT_SCHEMA,
+            "exit_status": self.exit_status,
+            "error": None,
+            "compared_fields": [field.name for field in FIELDS],
+            "comparisons": [comparison_json(comparison) for comparison in self.comparisons],
+        }
 
     @override
     def lines(self) -> Iterator[str | Text | Table]:

@@ -63,7 +63,7 @@ def test_a_forward_output_that_is_wrong_in_one_layout(tpi):
     result = json.loads((tpi.folder / "bisect/bisect.json").read_text())
     assert result["placed"]["first_difference"]["name"] == f"forward/{FC2}/output"
     assert result["dumped"] == [f"forward/{FC2}/output", f"forward/{FC2}/input"]
-    assert result["distance"]["differing"] > 0
+    assert result["distances"][f"forward/{FC2}/output"]["differing"] > 0
     assert result["same_place"] is True
     traced = tpi("compare", "bisect/traced-a", "bisect/traced-b")
     assert f"step 3: forward of {FC2}: output differs" in traced.stdout

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.comparison.ledgers import HEADER, record
 from tp_invariant_recipes.comparison import compare as compare_module
 from tp_invariant_recipes.comparison.compare import compare
-from tp_invariant_recipes.comparison.result import report
+from tp_invariant_recipes.comparison.result import comparison_json
 from tp_invariant_recipes.comparison.text import remarks
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
@@ -39,7 +39,7 @@ def test_the_end_of_the_longer_ledger_is_read_too(tmp_path):
     a, b = written(tmp_path / "a", steps=2), written(tmp_path / "b", diverged=(("gradients", "x", ((0,), (1,))),))
     comparison = compare(streamed(a), streamed(b))
     assert (comparison.tally.compared, comparison.tally.later) == (2, [None, 3])
-    assert report([comparison]) == report([compare(read(a), read(b))])
+    assert comparison_json(comparison) == comparison_json(compare(read(a), read(b)))
     b.write_bytes(b.read_bytes().replace(b'"step": 4', b'"step": 5'))
     with pytest.raises(LedgerError, match=r"b line 5: step 5 where step 4 belongs"):
         compare(streamed(a), streamed(b))

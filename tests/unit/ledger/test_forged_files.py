@@ -21,7 +21,7 @@ from safetensors.numpy import save
 from tests.unit.ledger.test_certificate import sealed_archive
 from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.comparison.compare import Verdict, compare
-from tp_invariant_recipes.comparison.result import report
+from tp_invariant_recipes.comparison.result import CompareResult
 from tp_invariant_recipes.comparison.text import remarks, verdict_line
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.data.examples import read_examples
@@ -140,7 +140,7 @@ def use(ledger) -> None:
     """All that a command does with a ledger. One that records another thing is never identical to the sound one."""
     for pair in ((ledger, LEDGER), (LEDGER, ledger), (ledger, ledger)):
         comparison = compare(*pair)
-        verdict_line(comparison), remarks(comparison), json.dumps(report((comparison,))).encode()
+        verdict_line(comparison), remarks(comparison), CompareResult((comparison,)).to_json().encode()
         if LEDGER in pair and comparison.verdict is Verdict.IDENTICAL:
             assert _recorded(ledger) == _recorded(LEDGER)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an audit found, and what a campaign of audits found."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -45,30 +46,18 @@ def coloured(text: str, verdict: str) -> Text:
 
 
 @dataclass(frozen=True)
-class AuditResult(Result):
-    """Two trainings or recordings, judged tensor by tensor (docs/audit.md).
+class Judged(Result):
+    """The verdict of an audit, and what led to it.
 
-    words:      the verdict in one line. omitted: names that one of the two lacks.
-    blind_spots: of each kind of tensor the one in which rounding hides most.
-    known:      the known fault that this is; None: it is none.
-    facts:      of the trainings or recordings: model, overrides, layouts, bytes, seconds.
-    run:        when and where it was made: host, time and command.
+    words: the verdict in one line. known: the known fault that this is; None: it is none.
+    facts: of the trainings or recordings: model, overrides, layouts, seconds; host, time and command of the audit.
     """
 
     directory: Path
     verdict: str
     words: str
-    deviations: tuple[TensorDeviation, ...]
-    omitted: tuple[str, ...]
-    blind_spots: Mapping[str, TensorDeviation]
     known: str | None
     facts: Mapping[str, Any]
-    run: Mapping[str, str]
-
-    @cached_property
-    def first(self) -> TensorDeviation | None:
-        """The first tensor outside rounding-error tolerance."""
-        return next((tensor for tensor in self.deviations if tensor.beyond), None)
 
     @property
     @override
@@ -77,16 +66,39 @@ class AuditResult(Result):
 
     @override
     def as_json(self) -> dict[str, Any]:
+        head = {"exit_status": self.exit_status, "verdict": self.verdict, "text": self.words, "known": self.known}
+        return {**head, "directory": str(self.directory), **self.facts}
+
+    @override
+    def lines(self) -> Iterator[str | Text | Table]:
+        yield coloured(self.words, self.verdict)
+        if self.known:
+            yield f"known: {self.known}"
+
+
+@dataclass(frozen=True)
+class AuditResult(Judged):
+    """Two trainings or recordings, judged tensor by tensor (docs/audit.md).
+
+    omitted:     names that one of the two lacks.
+    blind_spots: of each kind of tensor the one in which rounding hides most.
+    """
+
+    deviations: tuple[TensorDeviation, ...]
+    omitted: tuple[str, ...]
+    blind_spots: Mapping[str, TensorDeviation]
+
+    @cached_property
+    def first(self) -> TensorDeviation | None:
+        """The first tensor outside rounding-error tolerance."""
+        return next((tensor for tensor in self.deviations if tensor.beyond), None)
+
+    @override
+    def as_json(self) -> dict[str, Any]:
         return {
             "schema": 2,
-            "exit_status": self.exit_status,
-            "verdict": self.verdict,
-            "text": self.words,
+            **super().as_json(),
             "sees": {kind: tensor.sees for kind, tensor in self.blind_spots.items()},
-            "known": self.known,
-            "directory": str(self.directory),
-            **self.facts,
-            **self.run,
             "margin": deviation.MARGIN,
             "dithered": DITHERED,
             "first": _finite(self.first) if self.first else None,
@@ -98,9 +110,7 @@ class AuditResult(Result):
     @override
     def lines(self) -> Iterator[str | Text | Table]:
         yield self._table()
-        yield coloured(self.words, self.verdict)
-        if self.known:
-            yield f"known: {self.known}"
+        yield from super().lines()
         if self.omitted:
             count = plural(len(self.omitted), "tensor")
             yield Text(f"not compared: {count} that one of the two lacks, such as {self.omitted[0]}", style="dim")
@@ -108,9 +118,11 @@ class AuditResult(Result):
 
     def _table(self) -> Table:
         """Return the modules that are outside rounding-error tolerance, then the furthest of the others."""
-        every = [_module(name, tensors) for name, tensors in deviation.by_module(self.deviations).items()]
-        shown = sorted(every, key=lambda row: (not row["beyond"], -_furthest(row)))[:_ROWS]
-        kinds = [kind for kind in _KINDS if any(kind in row for row in shown)]
+        every = deviation.by_module(self.deviations)
+        worst = {name: _worst(tensors) for name, tensors in every.items()}
+        beyond = {name: {tensor.kind for tensor in tensors if tensor.beyond} for name, tensors in every.items()}
+        shown = sorted(every, key=lambda name: (not beyond[name], -max(worst[name].values(), default=0.0)))[:_ROWS]
+        kinds = [kind for kind in _KINDS if any(kind in worst[name] for name in shown)]
         table = Table(
             Column("module", overflow="fold"),
             *(Column(_KINDS[kind], justify="right", no_wrap=True) for kind in kinds),
@@ -120,9 +132,11 @@ class AuditResult(Result):
             caption=f"error / what rounding moves there; beyond {deviation.MARGIN:g} it is none",
             caption_justify="left",
         )
-        for row in (row for row in every if row in shown):
-            cells = [_cell(row[kind], kind in row["beyond"]) if kind in row else Text("") for kind in kinds]
-            table.add_row(row["module"].removeprefix("decoder."), *cells)
+        for name in (name for name in every if name in shown):
+            factors = [worst[name].get(kind) for kind in kinds]
+            texts = ("" if x is None else "∞" if x == math.inf else f"{x:.2g}" for x in factors)
+            styles = ("red" if kind in beyond[name] else "" for kind in kinds)
+            table.add_row(name.removeprefix("decoder."), *map(Text, texts, styles))
         return table
 
 
@@ -304,20 +318,15 @@ def _finite(tensor: TensorDeviation) -> dict[str, Any]:
 
 
 def _module(name: str, tensors: Sequence[TensorDeviation]) -> dict[str, Any]:
-    """Return a row of the table: the largest factor of each kind that the module has; None: infinite."""
-    worst: dict[str, float] = {}
-    for tensor in tensors:
-        worst[tensor.kind] = max(worst.get(tensor.kind, 0.0), tensor.factor)
+    """Return a module's row of JSON: the largest factor of each kind that it has; None: infinite."""
     return {
         "module": name,
-        **{kind: None if factor == float("inf") else factor for kind, factor in worst.items()},
+        **{kind: None if factor == math.inf else factor for kind, factor in _worst(tensors).items()},
         "beyond": sorted({tensor.kind for tensor in tensors if tensor.beyond}, key=deviation.KINDS.index),
     }
 
 
-def _furthest(row: dict[str, Any]) -> float:
-    return max((float("inf") if row[kind] is None else row[kind] for kind in _KINDS if kind in row), default=0.0)
-
-
-def _cell(factor: float | None, beyond: bool) -> Text:
-    return Text("∞" if factor is None else f"{factor:.2g}", style="red" if beyond else "")
+def _worst(tensors: Sequence[TensorDeviation]) -> dict[str, float]:
+    """Return the largest factor of each kind."""
+    kinds = dict.fromkeys(tensor.kind for tensor in tensors)
+    return {kind: max(tensor.factor for tensor in tensors if tensor.kind == kind) for kind in kinds}

@@ -210,8 +210,8 @@ def _result(
         "device": audit.first.device,
         **workflow.made(),
     }
-    known, parts = str(fault) if fault else None, (counts, tuple(lost), tuple(changed))
-    return ResumeResult(audit.directory.path, audit.at, audit.steps[-1], verdict, words, *parts, known, facts)
+    found = audit.at, audit.steps[-1], counts, tuple(lost), tuple(changed)
+    return ResumeResult(audit.directory.path, verdict, words, str(fault) if fault else None, facts, *found)
 
 
 def _write(audit: ResumeAudit, result: ResumeResult) -> None:

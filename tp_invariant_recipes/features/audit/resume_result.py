@@ -3,14 +3,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, override
 
+from rich.table import Table
 from rich.text import Text
 
-from tp_invariant_recipes.features.audit.result import EXIT_STATUS, NOT_JUDGED, WHOLE, coloured
+from tp_invariant_recipes.features.audit.result import NOT_JUDGED, WHOLE, Judged
 from tp_invariant_recipes.ledger.schema import StepRecord
-from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.sweep_dir import RankRecord
 from tp_invariant_recipes.text import plural
 
@@ -71,41 +70,25 @@ class ChangedStep:
 
 
 @dataclass(frozen=True)
-class ResumeResult(Result):
+class ResumeResult(Judged):
     """An uninterrupted training and one that resumed at step `at`, compared bit for bit.
 
-    words:   the verdict in one line. states: how many were compared, kind → number.
-    lost:    states that differ before the first step. changed: what differs in each step that differs.
-    known:   the known fault; None: it is none. facts: model, overrides, layout, and when and where it was made;
-             `graphs`: how many the two have captured before that step, if their numbers differ; `card`: the file.
+    states: how many were compared, kind → number.
+    lost:   states that differ before the first step. changed: what differs in each step that differs.
+    facts:  also `graphs`: how many the two have captured before that step, if their numbers differ; `card`: the file.
     """
 
-    directory: Path
     at: int
     last: int
-    verdict: str
-    words: str
     states: Mapping[str, int]
     lost: tuple[LostState, ...]
     changed: tuple[ChangedStep, ...]
-    known: str | None
-    facts: Mapping[str, Any]
-
-    @property
-    @override
-    def exit_status(self) -> int:
-        return EXIT_STATUS[self.verdict]
 
     @override
     def as_json(self) -> dict[str, Any]:
         return {
             "schema": 1,
-            "exit_status": self.exit_status,
-            "verdict": self.verdict,
-            "text": self.words,
-            "known": self.known,
-            "directory": str(self.directory),
-            **self.facts,
+            **super().as_json(),
             "resumed_at": self.at,
             "last_step": self.last,
             "states": dict(self.states),
@@ -114,10 +97,8 @@ class ResumeResult(Result):
         }
 
     @override
-    def lines(self) -> Iterator[str | Text]:
-        yield coloured(self.words, self.verdict)
-        if self.known:
-            yield f"known: {self.known}"
+    def lines(self) -> Iterator[str | Text | Table]:
+        yield from super().lines()
         yield from (f"    {state}" for state in self.lost[:_SHOWN])
         if len(self.lost) > _SHOWN:
             yield f"    and {plural(len(self.lost) - _SHOWN, 'more state')}"

@@ -278,8 +278,8 @@ def report(
         verdict, words = NOT_DECIDED, f"{blind_line(blind)}; more tokens round less{more}"
     fault = faults.of_tensor(config, first.name) if config and first else None
     known = str(fault) if fault else None
-    parts = tuple(deviations), tuple(omitted), spots, known, facts, made()
-    result = AuditResult(where.path, verdict, words, *parts)
+    parts = tuple(deviations), tuple(omitted), spots
+    result = AuditResult(where.path, verdict, words, known, {**facts, **made()}, *parts)
     where.write(where.result, result.as_json())
     return result
 

@@ -128,7 +128,7 @@ class BisectResult(Result):
     traced:     directories of the runs trained again. repeats: whether each computed its recorded bits again.
     recorded, placed: the comparison of the original runs, and of those trained again.
     module, operation: where they first differ; None: not known.
-    dumped:     names of the tensors written at that step. distance, distances: of the first of them, and of each.
+    dumped:     names of the tensors written at that step. magnitude: of the first, in words. distances: of each.
     same_place: whether the runs with dumps first differ there, too.
     """
 
@@ -146,7 +146,6 @@ class BisectResult(Result):
     operation: str | None
     dumped: tuple[str, ...]
     magnitude: str | None
-    distance: Mapping[str, Any] | None
     distances: Mapping[str, Mapping[str, Any]]
     same_place: bool
     remarks: tuple[str, ...]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tp_invariant_recipes.comparison.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.comparison.explanation import is_packed, run_name
-from tp_invariant_recipes.comparison.magnitude import magnitude_line, magnitude_report
+from tp_invariant_recipes.comparison.magnitude import magnitude_line
 from tp_invariant_recipes.comparison.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.features.bisect import recompute
@@ -297,7 +297,6 @@ def _result(
         operation=operation(placed),
         dumped=dump,
         magnitude=None if dumped is None or not same else magnitude_line(dumped),
-        distance=None if dumped is None or not same else magnitude_report(dumped),
         distances={} if dumped is None else distances(dumped, step, dump),
         same_place=same,
         remarks=tuple(remarks),

@@ -225,7 +225,7 @@ def test_the_verdict_in_one_line_its_status_and_its_card(verdict, lost, changed,
     words = verdict_line(verdict, range(11, 13), {"weights": 2, "rng": 3}, lost, changed, apart)
     assert words.startswith(says)
     facts = {"command": "tpi audit qwen3_toy --resume-at 10", "time": "2026-11-28T08:00:00+0000"}
-    result = ResumeResult(Path("a"), 10, 12, verdict, words, {}, tuple(lost), tuple(changed), None, facts)
+    result = ResumeResult(Path("a"), verdict, words, None, facts, 10, 12, {}, tuple(lost), tuple(changed))
     assert result.exit_status == {WHOLE: 0, DIFFERS: 1, NOT_JUDGED: 2}[verdict]
     assert result.as_json()["text"] == words
     item = result.card_item("H100", "bf16", {11: 2.5, 12: 2.25})["checkpoint_resume"]["H100"]

@@ -225,9 +225,9 @@ def test_a_folder_in_the_place_of_sequences_is_refused(cli, tmp_path):
 def test_the_speed_is_without_the_lines_that_come_first(tmp_path, monkeypatch):
     """Nor those of an earlier start; prompts count, and half a line does not."""
     (tmp_path / "part-0").write_text('{"token_ids": [1, 2]}\n')
-    written, now = output.Written(tmp_path, "part-*"), 0.0
-    monkeypatch.setattr(output.time, "monotonic", lambda: now)
-    for now, text in ((10.0, '{"first": 3, "token_ids": [1]}\n{"tok'), (12.0, 'en_ids": [1, 2]}\n'), (20.0, "")):
+    written, clock = output.Written(tmp_path, "part-*"), iter((10.0, 12.0))
+    monkeypatch.setattr(output.time, "monotonic", clock.__next__)
+    for text in ('{"first": 3, "token_ids": [1]}\n{"tok', 'en_ids": [1, 2]}\n', ""):
         with (tmp_path / "part-0").open("a") as stream:
             stream.write(text)
         written.look()
