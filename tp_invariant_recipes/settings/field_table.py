@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of Bridge's classes of settings, kept in a file: a typo shows at once, not after an import of 10 to 60 s.
+"""The fields of Bridge's classes of settings, kept in a file: a typo shows at once, not after an import of 3 to 60 s.
 
-`bridge_fields.json` beside this module is the table of the version in the locks. The first import of another version
-writes a table into the user's cache. A table counts for an installed Bridge whose sources have the bytes that it was
-made from; without one tpi asks Bridge itself. Where Bridge is not installed, the table of the locks counts.
+`bridge_fields.json` beside this module is the table of the Bridge in the locks. It counts for an installed Bridge whose
+sources have the bytes that it was made from; for another one tpi asks Bridge itself. Where Bridge is not installed, the
+table counts.
 """
 
 import functools
@@ -15,21 +15,17 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tp_invariant_recipes import reading
-from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.start import needed
-from tp_invariant_recipes.start.cache import cache_dir
 
 Fields = Mapping[str, Any]  # field -> type hint
 Hints = Mapping[str, Fields]  # dotted path of a class -> its fields
 
 PACKAGES = ("megatron.bridge", "megatron.core")
-LIMIT = 4 * reading.MIB
+FIELDS = Path(__file__).with_name("bridge_fields.json")
 
 # Types that the file names. Only Bridge can check a field of another type.
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "null": types.NoneType}
@@ -37,36 +33,32 @@ _NAMES = {type_: name for name, type_ in PLAIN.items()}
 _TEXT = "="  # before each text that a Literal allows
 _BASE = ""  # in place of a field: the class of the table that a class derives from, whose fields it has, too
 
-
 type _Row = dict[str, list[str] | None]
 
 
 def read() -> Hints:
-    """Return the classes of a file. A field has None for a hint where only Bridge can check its value.
+    """Return the classes of the table. A field has None for a hint where only Bridge can check its value.
 
-    Empty: there is no file for this Bridge, or it is damaged. Where no Bridge is installed, the locks' table.
+    Empty: the installed Bridge has other sources.
     """
-    if not all(map(needed.there, PACKAGES)):
-        return _parsed(of_the_locks(), 0)[1]
-    for file in (of_the_locks(), in_cache()):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the last three: it is no table
-            sources, classes = _parsed(file, file.stat().st_mtime_ns)
-            if all(_digest(source) == digest for source, digest in sources.items()):
-                return classes
-    return {}
+    sources, classes = table()
+    same = not all(map(needed.there, PACKAGES)) or all(_digest(source) == digest for source, digest in sources.items())
+    return classes if same else {}
 
 
-@functools.lru_cache(maxsize=2)
-def _parsed(file: Path, changed: int) -> tuple[dict[str, str], Hints]:
-    """Return the sources and the classes of a file. changed: its time, so that a new one is read anew.
+@functools.cache
+def table() -> tuple[dict[str, str], Hints]:
+    """Return the sources and the classes of the file, whatever Bridge is installed.
 
     sources: "package/file" -> SHA-256 of its bytes.
-    classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it. Of a class derived
-             from one above it, only what that one lacks or has otherwise.
+    classes: dotted path -> field -> the types it takes; None: only Bridge can check it.
     """
-    table = reading.parse_json(reading.read_limited(file, LIMIT))
-    classes = {path: _whole(row, table["classes"]) for path, row in table["classes"].items()}
-    return dict(table["sources"]), {path: hints(fields) for path, fields in classes.items()}
+    table = json.loads(FIELDS.read_text(encoding="utf-8"))
+    rows: dict[str, _Row] = table["classes"]
+    for path, own in rows.items():
+        (base,) = own.pop(_BASE, None) or [""]
+        rows[path] = rows.get(base.removeprefix(_TEXT), {}) | own  # a base has none itself
+    return table["sources"], {path: hints(fields) for path, fields in rows.items()}
 
 
 def row(fields: Fields) -> _Row:
@@ -79,13 +71,6 @@ def hints(row: _Row) -> Fields:
     return {name: names and _hint(names) for name, names in row.items()}
 
 
-def _whole(row: _Row, classes: Mapping[str, _Row]) -> _Row:
-    """Return a row of the file with the fields of its base."""
-    (base,) = row.get(_BASE) or [""]
-    own = {name: names for name, names in row.items() if name != _BASE}
-    return classes[base.removeprefix(_TEXT)] | own if base else own
-
-
 def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
     """Make the file. classes: dotted path -> the class and its fields. Raises OSError."""
     sources = {source for cls, _ in classes.values() for source in _sources(cls)}
@@ -95,29 +80,14 @@ def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
         if base:
             own = {n: names for n, names in rows[path].items() if n not in rows[base] or names != rows[base][n]}
             rows[path] = {_BASE: [f"{_TEXT}{base}"], **own}
-    table = {"sources": {source: _digest(source) for source in sorted(sources)}, "classes": rows}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(table))
+    file.write_text(json.dumps({"sources": {source: _digest(source) for source in sorted(sources)}, "classes": rows}))
 
 
-def of_the_locks() -> Path:
-    """Return the file of the Bridge that the locks install."""
-    return Path(__file__).with_name("bridge_fields.json")
-
-
-def in_cache() -> Path:
-    """Where tpi writes it for another Bridge: one file for each that is installed."""
-    name = hashlib.sha256(str(_folder(PACKAGES[0])).encode()).hexdigest()[:16]
-    return cache_dir() / f"bridge-fields-{name}.json"
-
-
-@functools.cache
 def _folder(package: str) -> Path:
-    """Where an installed package lies; it is not imported for that. Raises ValueError: it is not installed."""
+    """Where an installed package lies; it is not imported for that."""
     spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{package} is not installed")
-    return Path(spec.submodule_search_locations[0])
+    assert spec is not None
+    return Path((spec.submodule_search_locations or [""])[0])
 
 
 def _sources(cls: type) -> Iterator[str]:
@@ -129,19 +99,14 @@ def _sources(cls: type) -> Iterator[str]:
             yield f"{package}/{file.relative_to(_folder(package))}"
 
 
-def _digest(source: str) -> str:
-    """SHA-256 of a source's bytes. Raises OSError, ValueError: the file is not there."""
+@functools.cache
+def _digest(source: str) -> str | None:
+    """SHA-256 of a source's bytes; None: the file is not there."""
     package, _, name = source.partition("/")
-    if package not in PACKAGES:
-        raise ValueError(f"{package} is none of Bridge's packages")
-    file = _folder(package) / name
-    return _hashed(file, file.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _hashed(file: Path, changed: int) -> str:
-    """Hash a file. changed: its time, so that a new one is read anew."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    try:
+        return hashlib.sha256((_folder(package) / name).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _names(hint: Any) -> list[str] | None:
@@ -163,7 +128,6 @@ def _hint(names: list[str]) -> Any:
 
 
 # The models of `conf/model/` with their sizes, from a file: composing them all takes 25 s.
-
 FILE = Path(__file__).with_name("models.json")
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def _path(section: str, sections: Mapping[str, Any]) -> str:
 
 def keys_of(word: str) -> list[str]:
     """Get the keys that a word may mean, in any section: short keys, flags of Megatron-LM, groups, and exact fields."""
-    table = field_table.read()
+    _, table = field_table.table()
     classes = BRIDGE_SECTIONS | {"model": PROVIDERS[0]}
     paths = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
     paths += [f"{section}.{word}" for section, own in OWN_SECTIONS.items() if word in fields(own)]
@@ -104,7 +103,7 @@ def takes_text(path: str) -> bool:
     if section in OWN_SECTIONS:
         return is_text(fields(OWN_SECTIONS[section]).get(name))
     known = {"mixed_precision": MIXED_PRECISION, **BRIDGE_SECTIONS}.get(section, "")
-    table = field_table.read() if name and known else {}
+    table = field_table.table()[1] if name and known else {}
     hints = [table[cls][name] for cls in (PROVIDERS if known == PROVIDER else (known,)) if name in table.get(cls, ())]
     return bool(hints) and is_text(hints[0])
 
@@ -113,7 +112,6 @@ def takes_text(path: str) -> bool:
 def bridge_class(path: str) -> type:
     """One of Bridge's classes of settings by its dotted path. Imports Bridge. Raises ConfigError."""
     bridge.load()
-    _keep_fields()
     return _located(path)
 
 
@@ -122,14 +120,6 @@ def _located(path: str) -> type:
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{path} is not one of Megatron-Bridge's classes of settings (tpi doctor shows the versions)")
     return cls
-
-
-@functools.cache
-def _keep_fields() -> None:
-    """Write the table of fields for the commands to come, where there is none that counts."""
-    if not field_table.read():
-        with suppress(OSError, ValueError, ConfigError):  # then the next command asks Bridge again
-            write_field_table(field_table.in_cache())
 
 
 def write_field_table(file: Path) -> None:

@@ -199,11 +199,8 @@ class _StandIn(ModuleType):
             return getattr(self, name)
         answer = names[name]
         if isinstance(answer, str):
-            made = getattr(import_module(answer), name)
-        else:
-            made = _Later(waiting, self.__name__, name, answer)
-        waiting.answered[self.__name__, name] = made
-        return vars(self).setdefault(name, made)
+            return getattr(import_module(answer), name)
+        return _Later(waiting, self.__name__, name, answer)
 
 
 class _Executed(Loader):
@@ -227,14 +224,12 @@ class Waiting(MetaPathFinder):
 
     around:   holds while the package is imported.
     in_parts: whether its modules are imported without the rest of it (`in_parts`).
-    answered: what the stand-ins have given for names.
     """
 
     row: Deferred
     around: Callable[[], AbstractContextManager[None]]
     waits: bool = True
     in_parts: bool = False
-    answered: dict[tuple[str, str], Any] = field(default_factory=dict)
     _modules: dict[str, ModuleType] = field(default_factory=dict)
     _begun: set[str] = field(default_factory=set)
     _lock: Any = field(default_factory=threading.RLock)
@@ -251,10 +246,6 @@ class Waiting(MetaPathFinder):
             self._modules[name] = sys.modules[name] = module
             if parent:
                 setattr(sys.modules[parent], leaf, module)
-
-    def watch(self) -> None:
-        """From now on the import of another module of the package imports all of it first."""
-        sys.meta_path.insert(0, self)
 
     def end(self, first: ModuleType | None = None) -> None:
         """Execute the stand-ins, once. Raises what one raises; then it waits again. first: of these, before others."""
@@ -287,16 +278,11 @@ class Waiting(MetaPathFinder):
         self._begun.add(name)
         assert spec is not None
         assert spec.loader is not None
-        before = vars(module_from_spec(spec)).keys() | {"__waiting__"}
-        given = {key: value for key, value in vars(module).items() if key not in before}
-        for key, value in given.items():
-            if self.answered.get((name, key)) is value:
-                del vars(module)[key]
-        changed = {key: value for key, value in given.items() if key in vars(module)}
+        values = {key: value for key, value in vars(module).items() if not isinstance(value, ModuleType)}
         spec.loader.exec_module(module)
         now = sys.modules[name]
-        for key, value in changed.items():
-            if not isinstance(value, ModuleType):
+        for key, value in values.items():
+            if not key.startswith("__"):
                 setattr(now, key, value)
         parent, _, leaf = name.rpartition(".")
         if parent:
@@ -349,9 +335,7 @@ def put_off(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None
             waiting.append(Waiting(row, around))
             waiting[-1].place()
     yield
-    for finder in waiting:
-        if finder.waits:
-            finder.watch()
+    sys.meta_path[:0] = (finder for finder in waiting if finder.waits)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ MESSAGE = re.compile(r"^(error|not comparable): |^╭─ Error ─", re.M)
 IN_JSON = re.compile(r'^  "error": "', re.M)  # of --json, on standard output
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
-FIELDS: dict[str, dict[str, list[str] | None]] = json.loads(field_table.of_the_locks().read_text())["classes"]
+FIELDS: dict[str, dict[str, list[str] | None]] = json.loads(field_table.FIELDS.read_text())["classes"]
 SECTIONS = {name: FIELDS[PROVIDERS[0] if name == "model" else path] for name, path in BRIDGE_SECTIONS.items()}
 # The sections that every run has.
 COMMON = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "checkpoint", "logger", "dist")

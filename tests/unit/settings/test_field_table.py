@@ -2,10 +2,8 @@
 """The table of Bridge's fields: it answers without Bridge, counts only for the Bridge it came from, may be missing."""
 
 import dataclasses
-import os
 import sys
 import types
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -15,54 +13,29 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import conf_files, field_table, schema
 
 SETTINGS = {"steps": int, "rate": float | None, "kind": Literal["a", "b"] | None, "on": bool, "name": str, "other": Any}
+PATH = "megatron.bridge.settings.Settings"
 DIGEST = field_table._digest
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch) -> Path:
-    """A package in Bridge's place with one class, Settings; the table's places are empty folders."""
-    folder = tmp_path / "bridge"
-    folder.mkdir()
-    (folder / "settings.py").write_text("class Settings: ...\n")
+def test_it_counts_while_bridge_has_the_bytes_that_it_was_made_from(tmp_path, monkeypatch):
     module = types.ModuleType("megatron.bridge.settings")
-    module.__file__ = str(folder / "settings.py")
+    module.__file__ = str(tmp_path / "settings.py")
+    source = tmp_path / "settings.py"
+    source.write_text("class Settings: ...\n")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(field_table, "_folder", lambda package: folder)
-    monkeypatch.setattr(field_table, "_digest", DIGEST)
-    monkeypatch.setattr(field_table, "of_the_locks", lambda: tmp_path / "locks" / "table.json")
-    return folder
-
-
-def written_table(file: Path) -> dict[str, Any]:
+    monkeypatch.setattr(field_table, "_folder", lambda package: tmp_path)
+    monkeypatch.setattr(field_table, "_digest", DIGEST.__wrapped__)
+    monkeypatch.setattr(field_table, "FIELDS", tmp_path / "table.json")
+    monkeypatch.setattr(field_table, "table", field_table.table.__wrapped__)
     cls = dataclasses.make_dataclass("Settings", SETTINGS, module="megatron.bridge.settings")
-    field_table.write(file, {"megatron.bridge.settings.Settings": (cls, SETTINGS)})
-    return dict(field_table.read())
-
-
-@pytest.mark.parametrize("place", (field_table.in_cache, lambda: field_table.of_the_locks()), ids=("cache", "locks"))
-def test_it_counts_while_bridge_has_the_bytes_that_it_was_made_from(package, place):
-    source, rows = package / "settings.py", {"megatron.bridge.settings.Settings": SETTINGS | {"other": None}}
-    assert written_table(place()) == rows
-    source.touch()
-    assert field_table.read() == rows
-    source.write_text(source.read_text().replace("...", "0.."))  # as long as before
-    os.utime(source, ns=(1, 1))
-    assert field_table.read() == {}
-    assert written_table(field_table.in_cache()) == rows
-    source.unlink()
-    assert field_table.read() == {}
-
-
-DAMAGED = ("", "{", "[]", '{"sources": {}}', '{"sources": {}, "classes": {"a": {"b": ["complex"]}}}', "\xff" * 10)
-DAMAGED += ('{"sources": {"etc/passwd": [1, 2]}, "classes": {}}', "[" * 100000, '{"sources": {"a": 1}, "classes": {}}')
-
-
-@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_damaged_file_is_none(package, text):
-    file = field_table.in_cache()
-    file.parent.mkdir(parents=True)
-    file.write_bytes(text.encode("latin-1"))
-    assert field_table.read() == {}
+    field_table.write(tmp_path / "table.json", {PATH: (cls, SETTINGS)})
+    for text, counts in (("class Settings: ...\n", True), ("class Settings: 0..\n", False), (None, False)):
+        source.unlink()
+        if text is not None:
+            source.write_text(text)
+        assert field_table.read() == ({PATH: SETTINGS | {"other": None}} if counts else {})
+    monkeypatch.setattr(field_table.needed, "there", lambda module: False)  # without Bridge it is the best there is
+    assert field_table.read().keys() == {PATH}
 
 
 def test_every_provider_of_a_model_is_in_it():
