@@ -23,7 +23,7 @@ from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, free_bytes, no
 from tp_invariant_recipes.launch import hang
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
-from tp_invariant_recipes.reading import checked, parse_json, read_limited
+from tp_invariant_recipes.reading import Listed, Record, Seconds, checked, parse_json, read_limited
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.start import bridge
@@ -54,29 +54,31 @@ class Outcome(Enum):
     STOPPED = "stopped"
 
 
-class RankFailed(RunError):
-    """A rank died, or hangs.
+@dataclass(frozen=True)
+class Failure(Record):
+    """Why the ranks of a machine have failed, as nodes tell each other.
 
     cause:  seconds since 1970 of the failure that began it; 0 where nothing but a signal ended the rank.
-    user_error: it said itself what is wrong with the configuration, and would say so again.
+    user_error: a rank said itself what is wrong with the configuration, and would say so again.
     hardware: it said that a processor has computed corrupted values; on others it would not.
     rank_states: of the ranks that hang, and of those that wait for them.
+    node:   in a job of several nodes, where they ran.
     """
 
-    def __init__(
-        self,
-        message: str,
-        cause: float,
-        *,
-        user_error: bool = False,
-        hardware: bool = False,
-        rank_states: Sequence[RankState] = (),
-    ) -> None:
-        super().__init__(message)
-        self.cause = cause
-        self.user_error = user_error
-        self.hardware = hardware
-        self.rank_states = tuple(rank_states)
+    why: str
+    cause: Seconds
+    user_error: bool = False
+    hardware: bool = False
+    rank_states: Listed[RankState] = ()
+    node: str = ""
+
+
+class RankFailed(RunError):
+    """A rank died, or hangs."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.why)
+        self.failure = failure
 
 
 class PeersHang(Exception):
@@ -230,7 +232,7 @@ def hanging(rank_states: Sequence[RankState], run_dir: RunDir) -> RankFailed:
         f"the frames of all threads are at the end of each rank's log: {run_dir.rank_log(first)}",
         "run.hang_timeout=SECONDS gives each step, load and save more time; off: there is no limit",
     ]
-    return RankFailed("\n".join(lines), time.time(), rank_states=rank_states)
+    return RankFailed(Failure("\n".join(lines), time.time(), rank_states=tuple(rank_states)))
 
 
 def _watch(
@@ -290,19 +292,18 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     first = silent[0] if silent else min(hardware or reasons, key=lambda r: reasons[r].time)
     cause = 0.0 if silent else reasons[first].time
     if (lacks := _lacking(run_dir, {r.errno for r in reasons.values()})) is not None:
-        return RankFailed(lacks, cause)
-    log = run_dir.rank_log(first)
-    if first in reasons and reasons[first].user_error:
-        if first in hardware:  # which names the ranks itself
-            return RankFailed(reasons[first].message, cause, user_error=True, hardware=True)
-        return RankFailed(f"{reasons[first].message}\n(rank {first}; its log: {log})", cause, user_error=True)
-    how = (
-        _exit_text(dead[first])
-        if first in silent
-        else f"failed: {reasons[first].kind}: {first_line(reasons[first].message)}"
-    )
-    lines = [f"rank {first} {how}", f"its log: {log}", *(_tail(log) if first in silent else [])]
-    return RankFailed("\n".join(lines), cause)
+        return RankFailed(Failure(lacks, cause))
+    log = f"its log: {run_dir.rank_log(first)}"
+    if silent:
+        tail = _tail(run_dir.rank_log(first))
+        return RankFailed(Failure("\n".join([f"rank {first} {_exit_text(dead[first])}", log, *tail]), cause))
+    reason = reasons[first]
+    if not reason.user_error:
+        how = f"{reason.kind}: {first_line(reason.message)}"
+        return RankFailed(Failure(f"rank {first} failed: {how}\n{log}", cause))
+    if first in hardware:  # which names the ranks itself
+        return RankFailed(Failure(reason.message, cause, user_error=True, hardware=True))
+    return RankFailed(Failure(f"{reason.message}\n(rank {first}; {log})", cause, user_error=True))
 
 
 def _lacking(run_dir: RunDir, numbers: Collection[int | None]) -> str | None:

@@ -28,7 +28,7 @@ from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, lines, refuse
 from tp_invariant_recipes.launch import local, ranks, record, resume, train
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
+from tp_invariant_recipes.launch.ranks import Failure, Outcome, RankFailed, Stop
 from tp_invariant_recipes.launch.record import RunRequest
 from tp_invariant_recipes.ledger.run_files import RestartJob
 from tp_invariant_recipes.machine.processor import address_towards, interface
@@ -38,7 +38,6 @@ from tp_invariant_recipes.multinode.rendezvous import (
     POLL,
     Agreed,
     Arrived,
-    Failed,
     Heartbeat,
     NodeInfo,
     Orders,
@@ -176,16 +175,16 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         # A rank may fail because of the signal that stops it; then the run must not restart by itself.
         retry = number < tries and not rendezvous.stop.requests
         if isinstance(error, RankFailed):
-            retry &= _excluded(planned, error) or not error.user_error
+            retry &= _excluded(planned, error.failure) or not error.failure.user_error
         more = "it is queued again" if retry else "no more"
         return Over(None, retry, f"{error}\n(start {number} of {tries} from step {planned.start}; {more})")
     return Over("completed") if outcome is Outcome.COMPLETED else Over("stopped", rendezvous.stop.resumable)
 
 
-def _excluded(planned: Plan, cause: RankFailed) -> bool:
+def _excluded(planned: Plan, failure: Failure) -> bool:
     """Whether the job goes on without the nodes that have computed corrupted values: its script then excludes them."""
     noted = checkpoints.settle(planned.run_dir)
-    if not (cause.hardware and noted and planned.config.guard.exclude):
+    if not (failure.hardware and noted and planned.config.guard.exclude):
         return False
     file = planned.run_dir.excluded
     before = file.read_text(encoding="utf-8").split() if file.exists() else []
@@ -219,7 +218,7 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
             outcome = _run_ranks(rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, start_others)
             ended = _wait_for_others(rendezvous, "ended", None, heartbeat)
             show()
-        if any(isinstance(failure, Failed) for failure in ended):
+        if any(isinstance(failure, Failure) for failure in ended):
             raise PeerFailed
     except (RunError, PeerFailed) as error:
         raise _first_cause(rendezvous, planned.run_dir, error) from error
@@ -230,16 +229,14 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
     """Get the earliest failure of a rank on any node; if none failed, which ranks of all nodes hang; else `error`."""
     _set_failing(rendezvous, hang=False)
     ended = [rendezvous.get("ended/0"), *_wait_for_others(rendezvous, "ended", END_TIMEOUT)]
-    failures = [failure for failure in ended if isinstance(failure, Failed)]
-    first = min(
-        (failure for failure in failures if not failure.rank_states), key=lambda failure: failure.cause, default=None
-    )
-    if first is None and failures:
+    failures = [failure for failure in ended if isinstance(failure, Failure)]
+    if dead := [failure for failure in failures if not failure.rank_states]:
+        first = min(dead, key=lambda failure: failure.cause)
+        where = f"\n(on {first.node})" if rendezvous.node.count > 1 else ""
+        return RankFailed(replace(first, why=f"{first.why}{where}"))
+    if failures:
         return ranks.hanging([state for failure in failures for state in failure.rank_states], run_dir)
-    if first is None:
-        return RankFailed(str(error), time.time())
-    where = f"\n(on {first.name})" if rendezvous.node.count > 1 else ""
-    return RankFailed(f"{first.why}{where}", first.cause, user_error=first.user_error, hardware=first.hardware)
+    return RankFailed(Failure(str(error), time.time()))
 
 
 # The other nodes
@@ -315,7 +312,7 @@ def _run_ranks(
     local.prepare_environment(interface)
     first = node.number * count
     rank_infos = [RankInfo(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
-    ended: Failed | bool = True
+    ended: Failure | bool = True
     try:
         return ranks.run(
             planned.run_dir,
@@ -328,12 +325,12 @@ def _run_ranks(
             limits=limits(planned.config),
         )
     except RankFailed as error:
-        rank_states = tuple(replace(state, node=node.name) for state in error.rank_states)
-        ended = Failed(node.name, error.cause, str(error), error.user_error, error.hardware, rank_states)
+        rank_states = tuple(replace(state, node=node.name) for state in error.failure.rank_states)
+        ended = replace(error.failure, node=node.name, rank_states=rank_states)
         raise
     finally:
         rendezvous.set(f"ended/{node.number}", ended)
-        if isinstance(ended, Failed):
+        if isinstance(ended, Failure):
             _set_failing(rendezvous, hang=bool(ended.rank_states))
 
 

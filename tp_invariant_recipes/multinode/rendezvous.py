@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch.hang import RankState
-from tp_invariant_recipes.launch.ranks import PeersHang, Stop
+from tp_invariant_recipes.launch.ranks import Failure, PeersHang, Stop
 from tp_invariant_recipes.ledger.run_files import Environment, Versions
-from tp_invariant_recipes.reading import MIB, Bounds, Count, Listed, Record, Seconds, checked, parse_json
+from tp_invariant_recipes.reading import MIB, Bounds, Count, Listed, Record, checked, parse_json
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import writing
 from tp_invariant_recipes.start.bridge import quiet
@@ -68,18 +67,6 @@ class Arrived(Record):
 
 
 @dataclass(frozen=True)
-class Failed(Record):
-    """A node whose ranks have failed."""
-
-    name: str
-    cause: Seconds
-    why: str
-    user_error: bool
-    hardware: bool
-    rank_states: Listed[RankState]
-
-
-@dataclass(frozen=True)
 class Over(Record):
     """How the run ended, as the first node reports it. outcome: None: it failed, and `why` gives the reason."""
 
@@ -99,7 +86,7 @@ VALUES: dict[str, Any] = {
     "orders": Orders,
     "arrived": Arrived,
     "next": Annotated[int, Bounds(gt=0, lt=2**16)] | None,  # the port
-    "ended": Failed | Literal[True],
+    "ended": Failure | Literal[True],
     "failing": bool,  # whether ranks hang
     "over": Over,
     "left": Literal[True],
@@ -346,12 +333,10 @@ class Heartbeat:
             keys = [f"alive/{number}" for number in self.rendezvous.others]
             signs = self.rendezvous.get_all(keys) or map(self.rendezvous.get, keys)  # until all have given one
             for number, sign in zip(self.rendezvous.others, signs, strict=True):
-                self._note(number, sign)
-
-    def _note(self, number: int, sign: Any) -> None:
-        if number not in self.signs or self.signs[number][0] != sign:
-            self.signs[number] = (sign, time.monotonic())
-        if time.monotonic() - self.signs[number][1] > LOST:
-            arrived = self.rendezvous.get(f"arrived/{number}")
-            name = arrived.name if arrived else f"node {number}"
-            raise RunError(f"{name} of {self.rendezvous.node.names} has sent no heartbeat for {LOST:.0f} s")
+                last, since = self.signs.get(number, (None, 0.0))
+                if sign != last or number not in self.signs:
+                    self.signs[number] = (sign, time.monotonic())
+                elif time.monotonic() - since > LOST:
+                    arrived = self.rendezvous.get(f"arrived/{number}")
+                    name = arrived.name if arrived else f"node {number}"
+                    raise RunError(f"{name} of {node.names} has sent no heartbeat for {LOST:.0f} s")

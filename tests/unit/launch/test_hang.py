@@ -240,7 +240,7 @@ def test_without_a_limit_nothing_is_reported(launched, tmp_path):
 def test_ranks_say_where_they_stand_when_those_of_another_machine_hang(launched):
     with pytest.raises(ranks.RankFailed) as error:
         launched(wait_in_a_collective, limits=None, tick=after(0.4, ranks.PeersHang))
-    assert [(rank_state.rank, rank_state.standing) for rank_state in error.value.rank_states] == [(0, "waits")]
+    assert [(rank_state.rank, rank_state.standing) for rank_state in error.value.failure.rank_states] == [(0, "waits")]
 
 
 # What follows looks at no process.

@@ -194,7 +194,7 @@ def matrix_json(folder: Path, data: bytes) -> None:
 def verify_json(folder: Path, data: bytes) -> None:
     SweepDir(folder).result.write_bytes(data)
     part = registry.JobPart("12", None, registry.JUDGE, RunDir(folder), folder)
-    states._judged(part, None)
+    states._state(part, None, {})
 
 
 def submission_json(folder: Path, data: bytes) -> None:
@@ -226,9 +226,9 @@ def reason(folder: Path, data: bytes) -> None:
     run_dir.logs.mkdir(exist_ok=True)
     for rank in (0, 1):
         run_dir.failure(rank).write_bytes(data)
-    failure = ranks._failure(run_dir, {0: 1, 1: 1})
-    assert failure.cause < 2**63
-    str(failure).encode()
+    error = ranks._failure(run_dir, {0: 1, 1: 1})
+    assert error.failure.cause < 2**63
+    str(error).encode()
 
 
 PART = {"name": "weights/w", "dtype": "float32", "shape": [2, 3], "row": 0, "step": 1, "column": 0}
@@ -256,7 +256,7 @@ MESSAGES: dict[str, Any] = {
     "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
     "next": 1,
     "ended/1": {
-        "name": "n1", "cause": 1.5, "why": "w", "user_error": False, "hardware": False, "rank_states": [STAND],
+        "why": "w", "cause": 1.5, "user_error": False, "hardware": False, "rank_states": [STAND], "node": "n1",
     },
     "failing": True,
     "over": {"outcome": "completed", "requeued": False, "why": None},
