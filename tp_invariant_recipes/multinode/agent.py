@@ -226,12 +226,13 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
 
 
 def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> RankFailed:
-    """Get the earliest failure of a rank on any node; if none failed, which ranks of all nodes hang; else `error`."""
+    """Get the failure that caused those of all nodes; if none failed, which ranks of all nodes hang; else `error`."""
     _set_failing(rendezvous, hang=False)
     ended = [rendezvous.get("ended/0"), *_wait_for_others(rendezvous, "ended", END_TIMEOUT)]
     failures = [failure for failure in ended if isinstance(failure, Failure)]
     if dead := [failure for failure in failures if not failure.rank_states]:
-        first = min(dead, key=lambda failure: failure.cause)
+        # As of one machine's ranks: one that was killed without a word, or else broken hardware, causes the others'.
+        first = min(dead, key=lambda failure: (failure.cause > 0, not failure.hardware, failure.cause))
         where = f"\n(on {first.node})" if rendezvous.node.count > 1 else ""
         return RankFailed(replace(first, why=f"{first.why}{where}"))
     if failures:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.launch.ranks import Failure, Stop
 from tp_invariant_recipes.ledger.run_files import Restart
 from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
@@ -188,3 +188,21 @@ def test_a_node_that_waits_for_the_end_of_the_run_sees_it_between_two_looks(firs
     monkeypatch.setattr(second, "get", get_late)
     assert agent._run_other_node(second, None) == over
     assert first.get("left/1") is True
+
+
+# Failures of three nodes: when each began, whether hardware is broken -> the node that is named.
+FAILURES = (
+    (((3.0, False), (2.0, False), (5.0, False)), "n1"),
+    (((3.0, False), (2.0, False), (5.0, True)), "n2"),
+    (((0.0, False), (2.0, False), (5.0, True)), "n0"),  # a rank that something has killed
+)
+
+
+@pytest.mark.parametrize("failures, named", FAILURES)
+def test_of_several_nodes_that_fail_the_cause_is_named(first, tmp_path, failures, named):
+    for number, (cause, hardware) in enumerate(failures):
+        failure = Failure(f"of n{number}", cause, user_error=hardware, hardware=hardware, node=f"n{number}")
+        first.set(f"ended/{number}", failure)
+    error = agent._first_cause(first, RunDir(tmp_path / "run"), rendezvous.PeerFailed())
+    assert str(error) == f"of {named}\n(on {named})"
+    assert error.failure.hardware is (named == "n2")
