@@ -53,7 +53,8 @@ def problems(config: RunConfig, *, here: bool) -> list[str]:
     if there is None:
         return []
     need = memory.estimate(config)
-    if not _too_large(need, there):
+    least = need.least(ERROR)
+    if (need.ranks * least + need.shared * (1 - ERROR) if there.whole else least) <= there.size:
         return []
     lines = [
         f"this run needs {_need_and_room(need, there)}:",
@@ -65,26 +66,19 @@ def problems(config: RunConfig, *, here: bool) -> list[str]:
 
 def warning(config: RunConfig, *, here: bool) -> str | None:
     """Why a run that is not refused may run out of memory, with the overrides that lower it. here: as for `room`."""
+    needed = tight(config, here=here)
+    if needed is None or problems(config, here=here):
+        return None
+    return f"memory is tight: this run needs {needed}; lower it: {LOWER[config.device.kind]}"
+
+
+def tight(config: RunConfig, *, here: bool) -> str | None:
+    """Return need and room of a run that needs nearly all of the memory; None: it does not, or not known."""
     there = room(config, here=here) if config.device.check_memory else None
     if there is None:
         return None
     need = memory.estimate(config)
-    if (need.node if there.whole else need.rank) <= NEAR * there.size or _too_large(need, there):
-        return None
-    return f"memory is tight: this run needs {_need_and_room(need, there)}; lower it: {LOWER[config.device.kind]}"
-
-
-def tight(config: RunConfig, *, here: bool) -> str | None:
-    """Return need and room of a run on GPUs that needs nearly all of their memory; None: it does not, or not known."""
-    there = room(config, here=here) if config.device.check_memory else None
-    if there is None or (need := memory.estimate(config)).rank <= NEAR * there.size:
-        return None
-    return _need_and_room(need, there)
-
-
-def _too_large(need: Estimate, there: AvailableMemory) -> bool:
-    least = need.least(ERROR)
-    return (need.ranks * least + need.shared * (1 - ERROR) if there.whole else least) > there.size
+    return _need_and_room(need, there) if (need.node if there.whole else need.rank) > NEAR * there.size else None
 
 
 def _need_and_room(need: Estimate, there: AvailableMemory) -> str:
