@@ -5,8 +5,7 @@ Words are read and judged, Hydra merges the files of their options once, and wha
 is adjusted, and every rule is asked.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def compose(
     if not known:
         raise ConfigError(listed(problems), problems)
     composed, typed = _typed(model, sound, problems)
-    with _covered(model, problems):
+    try:
         eager = _adjusted(model, typed, composed)
         problems += lines(check(eager))
         paths = [override.path for override in typed]
@@ -98,6 +97,13 @@ def compose(
         stock = {**composed.sections, "numerics": {"mode": STOCK, "initial_weights": "megatron"}}
         if OR_STOCK in problems and {*lines(check(RunConfig(stock)))} - {*problems}:
             problems.remove(OR_STOCK)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if not recipe_source.is_recipe(model):
+            raise
+        problems.append(
+            f"{model}: unsupported recipe: it lacks a field that tpi's rules need ({type(error).__name__}: {error}); "
+            f"tpi does not cover this recipe"
+        )
     refuse(problems)
     if not graph_choice.decides(typed, recipe=recipe_source.is_recipe(model)):
         return Composed(model, tuple(requested), eager)
@@ -277,17 +283,3 @@ def _types(override: Override) -> tuple[str, ...]:
     if not (override.group and override.path in RECIPES_OWN):
         return (override.path,)
     return (override.path, *flat(hydra_tree.written(override.path, override.value)))
-
-
-@contextmanager
-def _covered(model: str, problems: list[str]) -> Iterator[None]:
-    """Add a problem where a recipe lacks a field that the rules need."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if not recipe_source.is_recipe(model):
-            raise
-        problems.append(
-            f"{model}: unsupported recipe: it lacks a field that tpi's rules need ({type(error).__name__}: {error}); "
-            f"tpi does not cover this recipe"
-        )

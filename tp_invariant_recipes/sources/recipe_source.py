@@ -184,11 +184,6 @@ def _text(model: str, file: Path) -> bytes:
         raise ConfigError(f"{model}: cannot read {file}: {reason(error)}") from error
 
 
-def of_bridge(model: str) -> bool:
-    """Whether a recipe is one of Bridge's. Raises ConfigError as `parse`."""
-    return str(parse(model).module).partition(".")[0] == "megatron"
-
-
 def find(model: str) -> Callable[..., Any]:
     """Return the function that `recipe=…` names. Imports Bridge, and the module or runs the file.
 
@@ -269,7 +264,8 @@ def call(model: str, hf_folder: str | None) -> Any:
             ) from error
         raise ConfigError(f"{model}: {raised(error)}") from error
     if not isinstance(container, ConfigContainer):
-        raise ConfigError(f"{model}: a recipe returns a ConfigContainer, and this one returns {_kind(container)}")
+        kind = "None" if container is None else f"{type(container).__module__}.{type(container).__qualname__}"
+        raise ConfigError(f"{model}: a recipe returns a ConfigContainer, and this one returns {kind}")
     return container
 
 
@@ -306,10 +302,6 @@ def place(error: BaseException) -> str:
     return position
 
 
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
-
-
 def _error_text(error: BaseException) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
@@ -333,25 +325,17 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
 
     requested: receives the name of each model whose configuration cannot be loaded.
     """
-
-    def without_retries(load: Callable[..., Any]) -> Callable[..., Any]:
-        def loaded(path: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return load(path, *args, **(kwargs | {"max_retries": 0}))
-            except Exception:
-                requested.append(names_now[-1] if names_now else str(path))
-                raise
-
-        return loaded
-
-    names_now: list[str] = []
+    named: list[str] = []  # what AutoBridge was asked for
 
     def from_folder(original: Callable[..., Any]) -> Any:
         def from_hf_pretrained(cls: type, path: Any, **kwargs: Any) -> Any:
-            names_now.append(str(path))
             if hf_folder is not None:
                 kwargs.pop("revision", None)  # a folder has none
-            return original.__func__(cls, hf_folder or path, **kwargs)  # type: ignore[attr-defined]
+            named.append(str(path))
+            try:
+                return original.__func__(cls, hf_folder or path, **kwargs)  # type: ignore[attr-defined]
+            finally:
+                named.pop()
 
         return classmethod(from_hf_pretrained)
 
@@ -360,7 +344,7 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
             try:
                 return original.__func__(cls, hf_folder or path, *args, **kwargs)  # type: ignore[attr-defined]
             except Exception:
-                requested.append(str(path))
+                requested.append(named[-1] if named else str(path))
                 raise
 
         return classmethod(from_pretrained)
@@ -369,7 +353,7 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
     with applied(
         [
             Replacement(_OFFLINE, lambda _: True, why),
-            Replacement(_LOADER, without_retries, why),
+            Replacement(_LOADER, lambda load: functools.partial(load, max_retries=0), why),
             Replacement(_FOLDER, from_folder, why),
             Replacement(_CONFIG, of_transformers, why),
         ]
