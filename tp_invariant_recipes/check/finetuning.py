@@ -127,6 +127,21 @@ def _shares_adapter(config: RunConfig, fields: Fields) -> bool:
     return not grouped and bool(fields.get("share_expert_adapters")) and training_rules.of_experts(config, fields)
 
 
+def _cut_off(config: RunConfig, fields: Fields) -> Problem | None:
+    """Return why parts of the first layer, at whose inputs frozen weights leave no gradient, are not computed again.
+
+    Megatron-Core passes no gradient out of such a part, so its adapters are not trained; a norm is an error in a rank.
+    """
+    if config.model.get("recompute_granularity") != "selective":
+        return None
+    parts = ["layernorm"] if config.numerics.invariant or config.device.kind == "cpu" else []
+    if all(name.endswith((*finetuning.FEED_FORWARD, *finetuning.OTHERS)) for name in finetuning.targets(fields)):
+        parts += ("mlp", "moe", "shared_experts")
+    wrong = ", ".join(part for part in config.model.get("recompute_modules") or () if part in parts)
+    text = "adapters train no weight before it in the first layer, and without a gradient it is not computed again"
+    return Problem("model.recompute_modules", f"{wrong}: {text}", f"leave {wrong} out") if wrong else None
+
+
 _rule = partial(Rule, needs=finetuning.adapts, of=lambda t: (t, finetuning.section(t)))
 
 ADAPTER_RULES = (
@@ -140,6 +155,7 @@ ADAPTER_RULES = (
     _rule(_draws_others,
         f"numerics.initial_weights=invariant draws adapters of {', '.join(finetuning.TARGETS)} and of no experts",
         "numerics.initial_weights=megatron"),
+    _rule(_cut_off),
     _rule(_shares_adapter, "experts that are not grouped have an adapter each", f"{_SHARED}=false, or numerics=tree",
         head=value_of(_SHARED)),
 )  # fmt: skip

@@ -6,6 +6,8 @@ import pytest
 from tests.rules import limits_of, table_problems
 from tests.trees import with_fields
 from tp_invariant_recipes.check import layout as layout_rules
+from tp_invariant_recipes.check.finetuning import ADAPTER_RULES
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import finetuning
@@ -46,6 +48,26 @@ def test_every_stage_of_a_pipeline_has_adapters(targets, without):
     ]
     message = f"pp=2: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
     assert results == ([message] if without else [])
+
+
+CUT_OFF = (
+    ("qwen3_toy", ("linear_fc2",), ["core_attn", "mlp"], "mlp"),
+    ("qwen3_toy", finetuning.DEFAULT, ["layernorm", "mlp"], "layernorm"),
+    ("qwen3_moe_toy", ("linear_fc1", "*.layers.0.*.linear_fc2"), ["moe"], "moe"),
+    ("qwen3_toy", ("linear_fc2",), ["core_attn"], None),
+    ("qwen3_toy", ("linear_fc2", "linear_proj"), ["core_attn", "mlp"], None),
+)
+
+
+@pytest.mark.parametrize("model, targets, modules, wrong", CUT_OFF, ids=str)
+def test_what_is_computed_again_has_a_gradient_at_its_input(model, targets, modules, wrong):
+    """Megatron-Core trained nothing of it, and the gradient norm was 0; of a norm it failed in the backward pass."""
+    again = {"model__recompute_granularity": "selective", "model__recompute_modules": modules}
+    for mode in ("tree", "stock"):
+        config = with_fields(_adapting(model, *targets, **again), numerics__mode=mode)
+        problems = map(str, broken_rules(config, ADAPTER_RULES))
+        named = [line.split(": ")[1] for line in problems if "recompute_modules" in line]
+        assert named == ([wrong] if wrong else [])
 
 
 def test_without_the_section_all_weights_are_trained():
