@@ -46,7 +46,7 @@ class Portable(Tree):
 
     name: str = "portable"
     covers: frozenset[str] = frozenset(
-        {mode.EXPERTS, mode.LATENT, mode.DELTA_NET, mode.GATES, mode.CENTRED, mode.CONTEXT_SHARDS, mode.FP8, mode.GUARD}
+        {mode.EXPERTS, mode.LATENT, mode.DELTA_NET, mode.GATES, mode.CENTRED, mode.FP8, mode.GUARD}
     )
     graphs: frozenset[str] = frozenset({"full"})
     any_machine: bool = True

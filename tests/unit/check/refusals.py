@@ -392,8 +392,7 @@ CONTEXT_SHARDS, typed: qwen3_toy
     context_shards: numerics.context_shards=3 | numerics.context_shards=0 | cp=3 seq=96 | cp=4
         numerics.context_shards=2 | tp=4 cp=4 | seq=64 numerics.context_shards=16 numerics.virtual_shards=8 |
         numerics.context_shards=null
-    cp: cp=2 numerics=gather
-    cuts_sequences: numerics.context_shards=2 numerics=portable
+    cp: cp=2 numerics=gather | numerics.context_shards=2 numerics=portable
     unread: numerics.context_shards=2 numerics=stock
     taken: tp=4 cp=2 | seq=64 numerics.context_shards=8 | cp=2 numerics.context_shards=4
 EXCHANGES, or_stock: qwen3_toy cp=2
@@ -420,7 +419,7 @@ PORTABLE_RUN, typed, or_stock: qwen3_toy numerics=portable
         model.add_bias_linear=true | model.softmax_type=learnable | model.activation_func_clamp_value=7.0 |
         model.glu_linear_offset=1.0 | optimizer.optimizer=sgd | numerics.grad_norm=fp64 |
         scheduler.lr_decay_style=inverse-square-root
-    cuts_sequences: cp=2
+    cp: cp=2
     position_embedding_type: model.rotary_interleaved=true
     use_precision_aware_optimizer+use_precision_aware_optimizer: optimizer.use_precision_aware_optimizer=true
     taken: tp=1 | tp=4 sp=false | tp=2 pp=2 dp=2 gbs=4

@@ -6,7 +6,7 @@ from functools import partial
 
 from tp_invariant_recipes.check import recording
 from tp_invariant_recipes.check.invariant.model import is_mla
-from tp_invariant_recipes.check.rule import Rule, Test, cuts_sequences, has, limit_of, name_of, uncaptured
+from tp_invariant_recipes.check.rule import Rule, Test, has, limit_of, name_of, uncaptured
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.cuda_graphs import FULL, IMPLEMENTATIONS, NOT_INVARIANT, TE
 from tp_invariant_recipes.settings.delta_net import has_it
@@ -82,7 +82,6 @@ PORTABLE_LIMITS = (
         "leave model.window_size unset"),
     _portable_row(lambda t: t.model.get("position_embedding_type") == "yarn", "YaRN has no portable version",
         "model.position_embedding_type=rope"),
-    _portable_row(cuts_sequences, "cp has no portable version", "cp=1, and leave numerics.context_shards out"),
     _portable_row(lambda t: name_of(t.model.get("activation_func")) != "silu" or not t.shape.gated,
         "of activations only SwiGLU has a portable version",
         "model.activation_func=torch.nn.functional.silu, model.gated_linear_unit=true"),

@@ -89,7 +89,19 @@ def _virtual_shards(config: RunConfig) -> Iterator[Problem]:
     elif shards % tp == 0:
         yield from _ragged(config)
     elif not (config.train and run_config.splits_unevenly(config)):
-        yield Problem("", f"tp={tp} does not divide {key}={shards}", f"raise {key} or change tp")
+        yield _too_few(tp, shards, sizes)
+
+
+def _too_few(tp: int, shards: int, sizes: dict[str, int]) -> Problem:
+    """Return why tp is not for these virtual shards, and what to change. sizes: of SHARDED, which V divides."""
+    key, text = "numerics.virtual_shards", f"tp={tp} does not divide numerics.virtual_shards={shards}"
+    if not _is_power(tp):
+        fits = ", ".join(str(1 << n) for n in range(shards.bit_length()))
+        return Problem("", f"{text}, a power of two", f"tp can be {fits}")
+    if limits := [f"model.{name}" for name, size in sizes.items() if size % tp]:
+        named = ", ".join(limits)
+        return Problem("", f"{text}, and {named} allows no larger one", f"change {named}, or lower tp")
+    return Problem("", text, f"raise {key} or lower tp")
 
 
 def _data_shards(config: RunConfig) -> Iterator[Problem]:
@@ -123,7 +135,7 @@ def _context_shards(config: RunConfig) -> Iterator[Problem]:
             yield Problem("", f"{key} must be a number", "leave it out")
         return
     if not _is_power(shards):
-        yield _no_power(key, shards)
+        yield _no_power("cp" if shards == cp else key, shards)  # C follows cp where nobody has typed it
         return
     if shards == cp == 1 or not isinstance(virtual, int) or virtual < 1:
         return

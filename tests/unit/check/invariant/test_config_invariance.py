@@ -35,11 +35,18 @@ def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp)
     assert bool(result) == (not fits or not (shards / tp).is_integer())
     if match := re.search(r"the largest that fits is numerics\.virtual_shards=(\d+)$", "\n".join(result)):
         repeated = limits_of(as_program(with_fields(TREE, **fields, numerics__virtual_shards=int(match[1]))))
-        assert not any(" does not divide model." in line or "power of two" in line for line in repeated)
+        assert not any(" does not divide model." in line or "must be a power of two" in line for line in repeated)
     elif result:
-        assert result == [
-            f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"
-        ]
+        ((text, solve),) = (line.split("; ") for line in result)
+        assert text.startswith(f"tp={tp} does not divide numerics.virtual_shards={shards}")
+        too_small = {name for name, size in dimensions.items() if size % tp}
+        if tp == 3:
+            assert solve == f"tp can be {', '.join(str(n) for n in (1, 2, 4, 8, 16) if n <= shards)}"
+        elif too_small:
+            assert {f"model__{name}" for name in re.findall(r"model\.(\w+)", text)} == too_small
+        else:
+            assert solve == "raise numerics.virtual_shards or lower tp"
+            assert limits_of(as_program(with_fields(TREE, **fields, numerics__virtual_shards=tp))) == []
 
 
 def test_invariant_numerics_are_the_default_and_stock_is_asked_for():
