@@ -29,6 +29,7 @@ from tests.unit.portable import test_draw, test_ieee_attention
 from tp_invariant_recipes.kernels import (
     activations,
     causal_conv,
+    clipped_adam,
     cross_entropy,
     digest,
     grad_norm,
@@ -153,6 +154,25 @@ def _adam(large: bool) -> Calls:
         yield _stepped, decoupled, *(sample(kind, 100_001 if large else 2500, seed=seed) for seed in range(4))
 
 
+def _clipped(clip: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Clipping and AdamW of two parameters that fill no block; without the copy, since the interpreter cuts bf16."""
+    settings, changed = clipped_adam.Settings(5, 1e-3, (0.9, 0.95), 1e-8, 0.1), [part.clone() for part in tensors]
+    copy, half = torch.zeros_like(changed[0], dtype=BF16), len(tensors[0]) // 2
+    parts = [tuple(x[at] for x in (*changed, copy)) for at in (slice(0, half), slice(half, None))]
+    if copy.is_cuda:
+        clipped_adam.clipped_adam(parts, clip, settings, ieee_adam.CLIPPED)
+    else:
+        for p, g, m, v, _ in parts:
+            g *= clip
+            ieee_adam.adam_step(p, g, m, v, ieee_adam.adam_numbers(*settings))
+    return tuple(changed)
+
+
+def _clipped_adam(large: bool) -> Calls:
+    for kind, clip in product(("normal", "wide", "cancelling"), (1.0, 0.37, 2.0**-20)):
+        yield _clipped, clip, *(sample(kind, 300_008 if large else 2504, seed=seed) for seed in range(4))
+
+
 def _routers(large: bool) -> Calls:
     for kind, dtype, (experts, topk) in product(("normal", "wide"), (BF16, FP32), ((8, 2), (128 if large else 100, 8))):
         rows = 300 if large else 5
@@ -236,7 +256,8 @@ def _message_digests(large: bool) -> Calls:
 TWINS: dict[str, Callable[[bool], Calls]] = {
     "tree_add": _tree_add, "row_sum": _row_sum, "row_add": _row_add, "portable norms": _norms,
     "portable SwiGLU": _swiglu, "portable rotary": _rotary, "portable cross entropy": _cross_entropy,
-    "portable Adam": _adam, "portable routers": _routers, "portable functions": _functions, "portable draws": _draws,
+    "portable Adam": _adam, "clipped portable Adam": _clipped_adam, "portable routers": _routers,
+    "portable functions": _functions, "portable draws": _draws,
     "MXFP8": _mxfp8, "message digests": _message_digests, "portable delta rule": _delta_rule,
     "portable sigmoid routers": _sigmoid_routers,
 }  # fmt: skip

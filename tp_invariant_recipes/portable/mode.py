@@ -35,6 +35,7 @@ REPLACEMENTS = (
     *torch_adam.REPLACEMENTS,
     wrapped("torch.optim:AdamW", "portable.training:portable_adam", _STATED),
     wrapped("torch.optim:Adam", "portable.training:portable_adam", _STATED),
+    instead("megatron.core.optimizer.clip_grads:multi_tensor_scale_impl", "portable.training:scale", _STATED),
     wrapped("megatron.core.optimizer_param_scheduler:math", "portable.training:portable_math", _STATED),
     wrapped("megatron.bridge.training.gpt_step:masked_next_token_loss", "portable.training:masked_next_token_loss",
         "torch adds the tokens' losses in an order that depends on the processor's vectors"),

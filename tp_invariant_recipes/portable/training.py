@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tp_invariant_recipes.kernels.clipped_adam import Settings
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.portable.ieee.adam import adam_numbers, adam_step
+from tp_invariant_recipes.portable.ieee.adam import CLIPPED, adam_numbers, adam_step
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -52,23 +53,31 @@ class _Sum(torch.autograd.Function):
         return gradients[0].expand(ctx.size)
 
 
+def scale(chunk: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+    """Megatron's multi_tensor_scale, by IEEE products: in Transformer Engine's subnormal gradients are zeros."""
+    for source, target in zip(*tensors, strict=True):
+        torch.mul(source, factor, out=target)
+
+
 def portable_adam(original: type) -> type:
     """torch's Adam or AdamW with the step of portable/ieee/adam.py; its state has the same names and shapes."""
 
     class PortableAdam(original):
+        one_launch = CLIPPED  # for numerics/megatron/optimizer_step.py, like the last three functions
+
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             """One step of every parameter with a gradient."""
             if closure is not None:
                 raise NotImplementedError("a portable optimizer takes no closure")
             for group in self.param_groups:
+                if any(group.get(name) for name in REFUSED):
+                    raise NotImplementedError(f"a portable optimizer has none of {', '.join(REFUSED)}")
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self._step_parameter(parameter, parameter.grad.contiguous(), group)
 
         def _step_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-            if any(group.get(name) for name in REFUSED):
-                raise NotImplementedError(f"a portable optimizer has none of {', '.join(REFUSED)}")
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -79,8 +88,37 @@ def portable_adam(original: type) -> type:
             )
             tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
             p, g, m, v = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-            decoupled = group.get("decoupled_weight_decay", original is torch.optim.AdamW)
-            adam_step(p, g, m, v, numbers, bool(decoupled))
+            adam_step(p, g, m, v, numbers, self._decoupled(group))
+
+        def _decoupled(self, group: dict[str, Any]) -> bool:
+            return bool(group.get("decoupled_weight_decay", original is torch.optim.AdamW))
+
+        def is_plain_adamw(self) -> bool:
+            """Whether all groups have AdamW's settings, and each group's parameters as many steps, one at least."""
+            return all(
+                self._decoupled(group)
+                and not any(group.get(name) for name in REFUSED)
+                and len({float(step) for step in self._steps(group)}) < 2
+                and all(self._steps(group))
+                for group in self.param_groups
+            )
+
+        def count_step(self, group: dict[str, Any]) -> int:
+            """Count a step of a group's parameters with a gradient, and return its number; 0: there are none."""
+            steps = self._steps(group)
+            for step in steps:
+                step += 1
+            return int(steps[0]) if steps else 0
+
+        def _steps(self, group: dict[str, Any]) -> list[Tensor]:
+            with_gradients = (parameter for parameter in group["params"] if parameter.grad is not None)
+            return [self.state.get(parameter, {}).get("step", torch.tensor(0.0)) for parameter in with_gradients]
+
+        @staticmethod
+        def one_by_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, clip: float, settings: Settings) -> None:
+            """Clip and step by the kernels that the launch stands for."""
+            scale(0, g, [[g], [g]], clip)
+            adam_step(p, g, m, v, adam_numbers(*settings))
 
     PortableAdam.__name__ = original.__name__
     return PortableAdam

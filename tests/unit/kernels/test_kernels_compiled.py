@@ -22,6 +22,7 @@ from tp_invariant_recipes.kernels.gemm import segmented_k_gemm as kernel
 from tp_invariant_recipes.kernels.gemm.fp8_tiles import UNFUSED
 from tp_invariant_recipes.kernels.gemm.quantize import E4M3, E5M2
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.portable.ieee.adam import CLIPPED
 
 # kernel -> types of its tensors, its numbers, its constants
 KERNELS = {
@@ -77,13 +78,15 @@ def test_rounding_to_mxfp8_keeps_subnormal_numbers(architecture, groups, separat
     assert "st.global.b16" not in code
 
 
-def test_a_step_of_adam_reads_and_writes_16_bytes_and_rounds_as_its_library():
+@pytest.mark.parametrize("update", (clipped_adam.LIBRARY, CLIPPED), ids=("library", "portable"))
+def test_a_step_of_adam_reads_and_writes_16_bytes_and_fuses_nothing_unasked(update):
     names = clipped_adam._clipped_adam.arg_names
-    constants = {"CLIPS": True, "CHUNK": clipped_adam.CHUNK, "BLOCK": clipped_adam.BLOCK}
-    code = ptx(clipped_adam._clipped_adam, {"table": "*i64"} | dict.fromkeys(names[1:-3], "fp32"), constants)
+    constants = {"CLIPS": True, "CHUNK": clipped_adam.CHUNK, "BLOCK": clipped_adam.BLOCK, "UPDATE": update.function}
+    code = ptx(clipped_adam._clipped_adam, {"table": "*i64"} | dict.fromkeys(names[1:-4], "fp32"), constants, **UNFUSED)
     assert code.count("ld.global.v4.b32") == code.count("st.global.v4.b32") == 8
     assert code.count("st.global.v2.b32") == 2  # of bf16
     assert "fma.rn.f32" not in code
+    assert ("ftz" in code) == ("approx" in code) == (update is clipped_adam.LIBRARY)
 
 
 DELTA_RULE = [kernel for kernel in vars(delta_rule).values() if isinstance(kernel, Kernel)]

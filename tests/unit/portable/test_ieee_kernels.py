@@ -22,6 +22,7 @@ from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 from tp_invariant_recipes.portable.ieee.math import power_of_two
+from tp_invariant_recipes.portable.mode import REPLACEMENTS
 from tp_invariant_recipes.portable.shared_source import SMALL
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -251,6 +252,16 @@ def test_adam_is_adam_and_no_fma():
     m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
     update = m / (1 - 0.9**7) / ((v / (1 - 0.95**7)).sqrt() + 1e-8) + 0.1 * p
     torch.testing.assert_close(mine[0].double(), p - 1e-3 * update, rtol=1e-6, atol=1e-7)
+
+
+def test_a_clipped_gradient_is_an_ieee_product_of_subnormal_numbers_too():
+    clip_grads = "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl"
+    (function,) = (row.make(None) for row in REPLACEMENTS if row.target == clip_grads)
+    gradient = torch.tensor([3 * 2.0**-149, 2.0**-126, -1e-38, 0.7])
+    expected = torch.from_numpy(gradient.numpy() * np.float32(0.37))
+    function(65536, torch.zeros(1, dtype=torch.int), [[gradient], [gradient]], 0.37)
+    assert same_bits(gradient, expected)
+    assert gradient.all()
 
 
 def test_adams_numbers():

@@ -2,8 +2,9 @@
 """Clipping, AdamW and the rounding of parameters in one launch, with the bits of the library's kernels, one by one.
 
 The bandwidth of memory limits a step; kernels/clipped_adam.py reads and writes all tensors once. An exactness check
-compares it with the library's kernels. Optimizers that it does not cover update as in Megatron. So does a first step,
-which makes the moments: in memory of their own, since parts of larger blocks would split what activations need.
+compares it with the library's kernels, or with those of numerics=portable (portable/training.py). Optimizers that it
+does not cover update as in Megatron. So does a first step, which makes the moments: in memory of their own, since parts
+of larger blocks would split what activations need.
 """
 
 import math
@@ -12,9 +13,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
-from tp_invariant_recipes.kernels.clipped_adam import Parameter, Settings, clipped_adam
+from tp_invariant_recipes.kernels.clipped_adam import LIBRARY, Parameter, Settings, clipped_adam
 from tp_invariant_recipes.numerics.gemm import cublas
 from tp_invariant_recipes.numerics.gemm.operands import same_bits
 from tp_invariant_recipes.numerics.sums import grad_norm
@@ -60,10 +62,12 @@ def in_one_launch(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
                 torch.cuda.empty_cache()
             return original(self)
         clip, groups = _clips.pop(id(self))
-        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
-            group["step"] += 1
+        adam = self.optimizer
+        for group, parameters in zip(adam.param_groups, groups, strict=True):
+            step = _count_step(adam, group)
             if parameters:
-                clipped_adam(parameters, clip, Settings(*(group[name] for name in Settings._fields)))
+                settings = Settings(step, *(group[name] for name in Settings._fields[1:]))
+                clipped_adam(parameters, clip, settings, getattr(adam, "one_launch", LIBRARY))
         return True
 
     return step_with_ready_grads
@@ -71,19 +75,32 @@ def in_one_launch(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _covers(optimizer: Any) -> bool:
     """Whether an optimizer's settings are those of the launch, and the step is not its first."""
-    adam: Any = getattr(optimizer, "optimizer", None)
     config = optimizer.config
     return not (
-        type(adam).__name__ != "FusedAdam"
-        or not hasattr(optimizer, "shard_fp32_from_float16_groups")
+        not hasattr(optimizer, "shard_fp32_from_float16_groups")
         or any(optimizer.shard_fp32_groups)
         or optimizer.ddp_config.use_megatron_fsdp
         or config.log_num_zeros_in_grad
         or config.reuse_grad_buf_for_mxfp8_param_ag
         or math.isfinite(config.grad_norm_skip_threshold)
-        or adam.capturable or adam.master_weights or adam.use_decoupled_grad or not adam.adam_w_mode
+        or not _is_adamw(optimizer.optimizer)
+    )
+
+
+def _is_adamw(adam: Any) -> bool:
+    if hasattr(adam, "one_launch"):
+        return adam.is_plain_adamw()
+    return type(adam).__name__ == "FusedAdam" and not (
+        adam.capturable or adam.master_weights or adam.use_decoupled_grad or not adam.adam_w_mode
         or not all("step" in group and group["bias_correction"] for group in adam.param_groups)
     )  # fmt: skip
+
+
+def _count_step(adam: Any, group: dict[str, Any]) -> int:
+    if hasattr(adam, "one_launch"):
+        return adam.count_step(group)
+    group["step"] += 1
+    return group["step"]
 
 
 def _tensors(optimizer: Any) -> list[list[Parameter]] | None:
@@ -101,7 +118,9 @@ def _tensors(optimizer: Any) -> list[list[Parameter]] | None:
     if not everything or not all(map(_suit, everything)):
         return None
     device = everything[0][0].device
-    exact = cublas.tried(_is_exact, (device,), everything[0][0], lambda: _trial(optimizer.optimizer, device))
+    adam = optimizer.optimizer
+    case = device, type(adam).__name__
+    exact = cublas.tried(_is_exact, case, everything[0][0], lambda: _trial(adam, device))
     return groups if exact else None
 
 
@@ -116,21 +135,28 @@ def _suit(tensors: Parameter) -> bool:
 
 def _trial(adam: Any, device: torch.device) -> bool:
     """Whether both ways have the same bits, of numbers of all sizes, and of those that are flushed to zero."""
-    from megatron.core.optimizer.optimizer import multi_tensor_applier, multi_tensor_scale_impl
-
     generator = torch.Generator(device).manual_seed(0)
     p, g, m, v = torch.randn(4, SIZE, device=device, generator=generator)
     for x in (p, g, m, v):
         x *= torch.exp2(torch.randint(-149, 8, x.shape, device=device, generator=generator))
     v.abs_()
     ours, copy = [x.clone() for x in (p, g, m, v)], torch.empty_like(p, dtype=torch.bfloat16)
-    skipped = torch.zeros(1, dtype=torch.int, device=device)
     for settings, clip in TRIALS:
-        clipped_adam([(*ours, copy)], clip, settings)
-        if clip < 1.0:
-            multi_tensor_applier(multi_tensor_scale_impl, skipped, [[g], [g]], clip)
-        numbers = settings.lr, *settings.betas, settings.eps, settings.step, adam.adam_w_mode, 1, settings.weight_decay
-        multi_tensor_applier(adam.multi_tensor_adam, skipped, [[g], [p], [m], [v]], *numbers)
+        clipped_adam([(*ours, copy)], clip, settings, getattr(adam, "one_launch", LIBRARY))
+        if hasattr(adam, "one_launch"):
+            adam.one_by_one(p, g, m, v, clip, settings)
+        else:
+            _by_the_library(adam, p, g, m, v, clip, settings)
         if not all(map(same_bits, (*ours, copy), (p, g, m, v, p.bfloat16()))):
             return False
     return True
+
+
+def _by_the_library(adam: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, clip: float, settings: Settings) -> None:
+    from megatron.core.optimizer.optimizer import multi_tensor_applier, multi_tensor_scale_impl
+
+    skipped = torch.zeros(1, dtype=torch.int, device=p.device)
+    if clip < 1.0:
+        multi_tensor_applier(multi_tensor_scale_impl, skipped, [[g], [g]], clip)
+    numbers = settings.lr, *settings.betas, settings.eps, settings.step, adam.adam_w_mode, 1, settings.weight_decay
+    multi_tensor_applier(adam.multi_tensor_adam, skipped, [[g], [p], [m], [v]], *numbers)

@@ -13,33 +13,20 @@ All numbers of a step are rounded to fp32 before it.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.clipped_adam import AdamNumbers, Update
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.math import canonical
 from tp_invariant_recipes.portable.shared_source import UNFUSED, as_array, by_rows, elementwise, numba_version
 
 BLOCK = 1024
-
-
-class AdamNumbers(NamedTuple):
-    """The numbers of one step, each already a number of fp32."""
-
-    lr: float
-    beta1: float
-    rest1: float  # 1 - beta1
-    beta2: float
-    rest2: float
-    correction1: float
-    correction2: float
-    eps: float
-    decay: float
 
 
 @lru_cache(16)  # the parameters of a group share them, and each would take the host 12 us
@@ -88,6 +75,19 @@ def adam(p, g, m, v, lr, beta1, rest1, beta2, rest2, correction1, correction2, e
     update = tl.div_rn(tl.div_rn(m, correction1), tl.sqrt_rn(tl.div_rn(v, correction2)) + eps)
     update = tl.where(decoupled, update + p * decay, update)
     return canonical(p - update * lr), canonical(m), canonical(v)
+
+
+@triton.jit
+def _clipped_update(p, g, m, v, lr, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, clip):
+    g = g * clip
+    p, m, v = adam(p, g, m, v, lr, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, True)
+    return p, m, v, g
+
+
+CLIPPED = Update(  # AdamW
+    _clipped_update,
+    lambda of: adam_numbers(of.step, float(of.lr), tuple(of.betas), of.eps, of.weight_decay),
+)
 
 
 _adam = numba_version("adam")

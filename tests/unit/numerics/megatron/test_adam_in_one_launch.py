@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tp_invariant_recipes.kernels.clipped_adam import Settings
+from tp_invariant_recipes.kernels.clipped_adam import LIBRARY, Settings
 from tp_invariant_recipes.numerics.megatron import optimizer_step
 from tp_invariant_recipes.numerics.sums import grad_norm
 from tp_invariant_recipes.numerics.sums.grad_norm import PendingNorm
+from tp_invariant_recipes.portable.ieee.adam import CLIPPED
+from tp_invariant_recipes.portable.training import portable_adam
 
 
 class FusedAdam:
@@ -23,14 +25,31 @@ class FusedAdam:
     adam_w_mode = True
 
 
+SETTINGS = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
 def an_optimizer(size=8):
     """A DistributedOptimizer after its first step, of one parameter."""
-    main, model = torch.ones(size), torch.ones(size, dtype=torch.bfloat16)
+    main = torch.ones(size)
     main.grad = torch.full((size,), 3.0)
     adam = FusedAdam()
-    group = {"step": 4, "lr": 0.5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
-    adam.param_groups = [{**group, "params": [main]}]
+    adam.param_groups = [{"step": 4, **SETTINGS, "bias_correction": True, "params": [main]}]
     adam.state = {main: {"exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}}
+    return distributed(adam, main)
+
+
+def a_portable_optimizer(kind=torch.optim.AdamW, steps=4, **settings):
+    """The same of numerics=portable, after some steps."""
+    main = torch.ones(8, requires_grad=True)
+    adam = portable_adam(kind)([main], **SETTINGS | settings)
+    main.grad = torch.full((8,), 3.0)
+    for _ in range(steps):
+        adam.step()
+    return distributed(adam, main)
+
+
+def distributed(adam, main):
+    model = torch.ones(main.numel(), dtype=torch.bfloat16)
     return SimpleNamespace(
         optimizer=adam,
         shard_fp32_from_float16_groups=[[main]],
@@ -69,16 +88,19 @@ def a_step(monkeypatch, optimizer, norm, parameters=None):
     return called
 
 
+@pytest.mark.parametrize("made, update", ((an_optimizer, LIBRARY), (a_portable_optimizer, CLIPPED)))
 @pytest.mark.parametrize("norm, clip", ((4.0, 0.25), (0.5, 1.0), (math.nan, 1.0), (math.inf, 0.0)))
-def test_a_step_is_one_launch_with_megatrons_coefficient(monkeypatch, launches, norm, clip):
-    optimizer = an_optimizer()
+def test_a_step_is_one_launch_with_megatrons_coefficient(monkeypatch, launches, norm, clip, made, update):
+    optimizer = made()
     (main,), state = optimizer.get_parameters(), optimizer.optimizer.state
     assert a_step(monkeypatch, optimizer, PendingNorm(lambda: norm)) == []
-    (([tensors], coefficient, settings),) = launches
+    (([tensors], coefficient, settings, arithmetic),) = launches
     assert coefficient == pytest.approx(clip, rel=1e-5)
-    assert settings == Settings(5, 0.5, (0.9, 0.95), 1e-8, 0.1)
-    given = main, main.grad, *state[main].values(), optimizer.shard_float16_groups[0][0]
+    assert (settings, arithmetic) == (Settings(5, **SETTINGS), update)
+    moments = (state[main][name] for name in ("exp_avg", "exp_avg_sq"))
+    given = main, main.grad, *moments, optimizer.shard_float16_groups[0][0]
     assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in given]
+    assert float(state[main].get("step", 5)) == 5
 
 
 def put(path, value):
@@ -109,6 +131,31 @@ OTHERS = {
 def test_others_go_on_as_in_megatron(monkeypatch, launches, change):
     optimizer = an_optimizer()
     change(optimizer)
+    assert a_step(monkeypatch, optimizer, 4.0) == ["clip", "step"]
+    assert launches == []
+
+
+PORTABLE = {
+    "a first step": {"steps": 0},
+    "Adam": {"kind": torch.optim.Adam},
+    "maximized": {"maximize": True, "steps": 0},
+}
+
+
+@pytest.mark.parametrize("settings", PORTABLE.values(), ids=PORTABLE)
+def test_other_portable_optimizers_step_parameter_by_parameter(monkeypatch, launches, settings):
+    optimizer = a_portable_optimizer(**settings)
+    assert a_step(monkeypatch, optimizer, 4.0) == ["clip", "step"]
+    assert launches == []
+    assert len(optimizer.optimizer.state) == bool(settings.get("steps", 4))
+
+
+def test_portable_parameters_of_unequal_steps_have_launches_of_their_own(monkeypatch, launches):
+    optimizer = a_portable_optimizer()
+    late = torch.ones(8, requires_grad=True)
+    late.grad = torch.ones(8)
+    optimizer.optimizer.param_groups[0]["params"].append(late)
+    optimizer.optimizer.step()
     assert a_step(monkeypatch, optimizer, 4.0) == ["clip", "step"]
     assert launches == []
 
@@ -158,7 +205,7 @@ def test_the_exactness_check_has_what_runs_meet(monkeypatch, wrong):
     """A kernel that is wrong in one kind of step only is refused."""
     from megatron.core.optimizer import optimizer
 
-    def launch(parameters, clip, settings):
+    def launch(parameters, clip, settings, update):
         ((*tensors, copy),) = parameters
         stepped(*tensors, clip, settings.lr, *settings.betas, settings.eps, settings.step, settings.weight_decay)
         copy.copy_(tensors[0])
