@@ -72,7 +72,7 @@ KERNELS = {
     ),
     ieee_attention_triton.FORWARD: (
         dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"top": "*fp32", "inverse": "*fp32"} | ATTENTION,
-        of_attention(ieee_attention_triton.FORWARD_TILES),
+        of_attention(ieee_attention_triton.FORWARD_TILES) | {"LANES": ieee_attention_triton.LANES},
     ),
     ieee_attention_triton.BACKWARD_QUERY: (
         dict.fromkeys(("gradient", "query", "key", "value", "out"), "*bf16")

@@ -42,8 +42,8 @@ class Tiles(NamedTuple):
 
 
 # By the features of a tile: the first row that has as many. Of 5 to 12 choices each, the fastest with 128 features on
-# an H200, at 2048 and 8192 positions.
-FORWARD_TILES = {128: Tiles(64, LANES, 4, 3), 256: Tiles(64, LANES, 4, 2)}
+# an H200, at 2048, 4096 and 8192 positions. The forward pass has these keys while it looks for `top`, then LANES.
+FORWARD_TILES = {128: Tiles(64, 128, 4, 3), 256: Tiles(64, 64, 4, 2)}
 QUERY_TILES = {128: Tiles(128, 64, 8, 3), 256: Tiles(64, 64, 4, 2)}
 KEY_TILES = {128: Tiles(64, 128, 8, 3), 256: Tiles(64, 64, 4, 2)}
 
@@ -59,7 +59,7 @@ def forward_triton(
     s, b, h, _ = query.shape
     tiles, constants = _tiles(FORWARD_TILES, query), _constants(query, key)
     grid, tensors = (triton.cdiv(s, tiles.queries) * b * h, 1), (query, key, value, out, top, inverse)
-    FORWARD.launch(grid, tensors, (s, b, scale), (*constants, *tiles[:2]), *tiles[2:])
+    FORWARD.launch(grid, tensors, (s, b, scale), (*constants, *tiles[:2], LANES), *tiles[2:])
 
 
 def backward_triton(
@@ -185,7 +185,7 @@ def _added(
 def _ieee_attention_forward(
     query, key, value, out, top, inverse, size, batch, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FOLD: tl.constexpr, FEATURES: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     unit, of_query, of_key, step, step_of_key = _head(batch, HEADS, GROUPS, WIDTH)
     key, value = key + of_key, value + of_key
@@ -198,17 +198,18 @@ def _ieee_attention_forward(
     for start in range(diagonal, last, KEYS):
         most = _largest(most, q, key, start, row, step_of_key, size, WIDTH, FEATURES, KEYS, True)
     most = most * scale
-    lanes = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
+    lanes = tl.zeros((QUERIES, LANES), dtype=tl.float32)
     sums = tl.zeros((QUERIES, FEATURES), dtype=tl.float32)
-    for start in range(0, diagonal, KEYS):
+    diagonal = begin // LANES * LANES
+    for start in range(0, diagonal, LANES):
         lanes, sums = _added(
-            lanes, sums, q, key, value, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, False
+            lanes, sums, q, key, value, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, LANES, False
         )  # fmt: skip
-    for start in range(diagonal, last, KEYS):
+    for start in range(diagonal, last, LANES):
         lanes, sums = _added(
-            lanes, sums, q, key, value, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, True
+            lanes, sums, q, key, value, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, LANES, True
         )  # fmt: skip
-    part = tl.div_rn(tl.full((QUERIES,), ONE_FP32, dtype=tl.float32), fold_columns(lanes, QUERIES, KEYS))
+    part = tl.div_rn(tl.full((QUERIES,), ONE_FP32, dtype=tl.float32), fold_columns(lanes, QUERIES, LANES))
     result = (sums * part[:, None]).to(tl.bfloat16)
     _store_tile(out + of_query + step.to(tl.int64) * begin, result, begin, step, size, WIDTH)
     at = unit * size + row
