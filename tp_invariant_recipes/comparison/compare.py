@@ -38,25 +38,17 @@ UNREADABLE = 2  # the exit status when a ledger cannot be read
 
 
 @dataclass(frozen=True)
-class FirstDifference:
+class FirstDifference(ValueDifference):
     """The first difference of two runs.
 
-    step:  0: the models or their initial weights differ, before any step.
-    phase: "model", "initial", or a phase of the step: "data", "forward", "loss", "backward", "gradient", "norm",
-           "update", "evaluation".
-    kind, name, a, b: as in `step_order.ValueDifference`.
-    ulp:   distance of two numbers. None: not two numbers of one width; `compare.magnitude` computes the distance of
-           tensors.
+    step: 0: the models or their initial weights differ, before any step.
+    ulp:  distance of two numbers. None: not two numbers of one width; `compare.magnitude` computes the distance of
+          tensors.
     inputs_matched: whether all inputs of its computation were equal. None: unknown, or it is itself an input.
     explanation: the difference as a clause, such as "forward of decoder.layers.2.mlp.linear_fc2: output differs, …".
     """
 
     step: int
-    phase: str
-    kind: str
-    name: str
-    a: str | int | bool | None
-    b: str | int | bool | None
     ulp: int | None
     inputs_matched: bool | None
     explanation: str
@@ -225,4 +217,4 @@ def _first(a: Ledger, b: Ledger, before: Sequence[ValueDifference], tally: Tally
     ulp = None
     if is_float(first.kind, first.name) and first.a is not None and first.b is not None:
         ulp = ulp_distance(str(first.a), str(first.b))
-    return FirstDifference(step, first.phase, first.kind, first.name, first.a, first.b, ulp, matched, words)
+    return FirstDifference(**vars(first), step=step, ulp=ulp, inputs_matched=matched, explanation=words)

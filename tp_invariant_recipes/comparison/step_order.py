@@ -76,6 +76,8 @@ BACKWARD = ("gradients", "clipped")  # kinds of which the last parameter of the 
 class ValueDifference:
     """One value that differs.
 
+    phase: "model", "initial", or a phase of the step: "data", "forward", "loss", "backward", "gradient", "norm",
+          "update", "evaluation".
     kind: "field", "forward", "backward", a key of DIGESTED, "replicas", "copies", "model", "initial" or of EVALUATED.
     name: of the field; of the tensor, such as "forward/decoder.layers.3.mlp/output", "gradients/PARAMETER" or
           "moments/exp_avg/PARAMETER"; for "model" and "initial", of the parameter; such as "validation/8:16".

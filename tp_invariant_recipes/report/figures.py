@@ -18,7 +18,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from tp_invariant_recipes.ledger.bits import bits_float, ulp_distance
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.report.runs import Report, Run
 from tp_invariant_recipes.text import plural
 
@@ -215,7 +214,14 @@ def cost(report: Report) -> Drawing | None:
     if not timed:
         return None
     numbers = [n for n, _ in timed]
-    times, beside, title, unit = _costs([run.timings for _, run in timed])
+    runs = [run.timings for _, run in timed]
+    times = [curve((t.step, t.seconds) for t in timings) for timings in runs]
+    if any(t.peak_memory for timings in runs for t in timings):
+        title, unit = "Peak memory, last rank", "GiB"
+        beside = [curve((t.step, t.peak_memory / _GIB) for t in timings) for timings in runs]
+    else:
+        title, unit = "Tokens per second", "tokens/s"
+        beside = [curve((t.step, t.tokens / t.seconds if t.seconds else None) for t in timings) for timings in runs]
 
     def draw(figure: FigureBase) -> None:
         grid = axes_grid(figure, _COSTS, 1, 2, wspace=0.16)
@@ -238,16 +244,6 @@ def cost(report: Report) -> Drawing | None:
         _COSTS,
         draw,
     )
-
-
-def _costs(runs: list[Sequence[ProgressLine]]) -> tuple[list[np.ndarray], list[np.ndarray], str, str]:
-    """Return curves of step times, and beside them of memory, or of speed where no run recorded memory: title, unit."""
-    times = [curve((t.step, t.seconds) for t in timings) for timings in runs]
-    if any(t.peak_memory for timings in runs for t in timings):
-        peaks = [curve((t.step, t.peak_memory / _GIB) for t in timings) for timings in runs]
-        return times, peaks, "Peak memory, last rank", "GiB"
-    speeds = [curve((t.step, t.tokens / t.seconds if t.seconds else None) for t in timings) for timings in runs]
-    return times, speeds, "Tokens per second", "tokens/s"
 
 
 def axes_grid(figure: FigureBase, height: float, rows: int = 1, columns: int = 1, **more: Any) -> GridSpec:

@@ -4,7 +4,6 @@
 import io
 import re
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +92,14 @@ def verdicts(report: Report) -> list[str]:
 
 def sections(report: Report) -> tuple[Section, ...]:
     """Return the sections after the runs and headers."""
-    parts = [Section("training", "Curves", drawings=(figures.training(report),)), *_distance(report)]
-    parts += _parameters(report)
+    parts = [Section("training", "Curves", drawings=(figures.training(report),))]
+    if (distance := figures.distance(report)) is not None:
+        parts.append(Section("apart", "Distance", drawings=(distance,)))
+    elif any(comparison.tally.compared for comparison in report.comparisons):
+        words = "Losses and gradient norms are equal at all compared steps: distance 0."
+        parts.append(Section("apart", "Distance", sentences=(words,)))
+    if tables := tuple(_table(run, report.runs[0], found) for run, found in report.pairs if found.tally.parameters):
+        parts.append(Section("parameters", "Parameters that differ", tables=tables))
     if (cost := figures.cost(report)) is not None:
         parts.append(Section("cost", "Time and memory", drawings=(cost,)))
     return tuple(parts)
@@ -158,23 +163,6 @@ def _fields(run: Run) -> dict[str, str]:
     for part in INFORMATIVE:
         fields |= {f"{part}.{name}": canonical(value) for name, value in getattr(header, part).items()}
     return fields | {"parameters with digests": str(len(header.parameters))}
-
-
-def _distance(report: Report) -> Iterable[Section]:
-    drawing = figures.distance(report)
-    if drawing is not None:
-        yield Section("apart", "Distance", drawings=(drawing,))
-    elif any(comparison.tally.compared for comparison in report.comparisons):
-        words = "Losses and gradient norms are equal at all compared steps: distance 0."
-        yield Section("apart", "Distance", sentences=(words,))
-
-
-def _parameters(report: Report) -> Iterable[Section]:
-    tables = tuple(
-        _table(run, report.runs[0], comparison) for run, comparison in report.pairs if comparison.tally.parameters
-    )
-    if tables:
-        yield Section("parameters", "Parameters that differ", tables=tables)
 
 
 def _table(run: Run, first: Run, comparison: Comparison) -> PageTable:

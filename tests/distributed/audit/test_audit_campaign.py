@@ -206,6 +206,15 @@ def the_third_does_not_end(model, words, settings, where, at):
     return AuditRun(settings, WITHIN, "text", None, 1.0)
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also in tests that run in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM), ids=("Ctrl-C", "SIGTERM"))
 def test_a_stop_ends_all_audits_and_names_the_command_that_goes_on(here, monkeypatch, number):
     monkeypatch.setattr(campaign, "Configurations", lambda *_: cells_of_layouts_and_losses())

@@ -167,7 +167,29 @@ def _bisected(bisection: Bisection, watch: Watch, equal_until: int, both: list[R
     dump = worth_dumping(placed) if placed.first and placed.first.step == step else ()
     dumped_reruns = plans(bisection, "dumped", step, equal_until, dump) if dump else []
     dumped = compare(*(_train(rerun, step, watch, remarks) for rerun in dumped_reruns)) if dump else None
-    return _result(bisection, step, both, repeats, placed, dumped, dump, remarks)
+    first = placed.first
+    same = dumped is None or first is None or (dumped.first is not None and dumped.first.name == first.name)
+    if not same and dumped is not None:
+        remarks.append(f"trained once more for the values, they part elsewhere: {verdict_line(dumped)}")
+    return BisectResult(
+        directory=str(bisection.directory.path),
+        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        runs=tuple(map(run_name, originals)),
+        step=step,
+        from_steps=tuple(rerun.plan.start for rerun in both),
+        traced=tuple(str(rerun.plan.run_dir.path) for rerun in both),
+        recorded=bisection.first,
+        repeats=tuple(repeated.verdict is Verdict.IDENTICAL for repeated in repeats),
+        words=_text(repeats, placed),
+        placed=placed,
+        module=module_of(placed),
+        operation=operation(placed),
+        dumped=dump,
+        magnitude=magnitude_line(dumped) if dumped and same else None,
+        distances=distances(dumped, step, dump) if dumped else {},
+        same_place=same,
+        remarks=tuple(remarks),
+    )
 
 
 def _refereed(bisection: Bisection, watch: Watch, equal_until: int, result: BisectResult) -> BisectResult:
@@ -266,41 +288,6 @@ def _train(rerun: Rerun, step: int, watch: Watch, remarks: list[str]) -> Ledger:
 
 def _stopped(directory: Path) -> str:
     return f"stopped; what was trained: {directory}"
-
-
-def _result(
-    bisection: Bisection,
-    step: int,
-    both: Sequence[Rerun],
-    repeats: Sequence[Comparison],
-    placed: Comparison,
-    dumped: Comparison | None,
-    dump: tuple[str, ...],
-    remarks: list[str],
-) -> BisectResult:
-    first = placed.first
-    same = dumped is None or first is None or (dumped.first is not None and dumped.first.name == first.name)
-    if not same and dumped is not None:
-        remarks = [*remarks, f"trained once more for the values, they part elsewhere: {verdict_line(dumped)}"]
-    return BisectResult(
-        directory=str(bisection.directory.path),
-        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        runs=tuple(run_name(ledger) for ledger in (bisection.first.a, bisection.first.b)),
-        step=step,
-        from_steps=tuple(rerun.plan.start for rerun in both),
-        traced=tuple(str(rerun.plan.run_dir.path) for rerun in both),
-        recorded=bisection.first,
-        repeats=tuple(repeated.verdict is Verdict.IDENTICAL for repeated in repeats),
-        words=_text(repeats, placed),
-        placed=placed,
-        module=module_of(placed),
-        operation=operation(placed),
-        dumped=dump,
-        magnitude=None if dumped is None or not same else magnitude_line(dumped),
-        distances={} if dumped is None else distances(dumped, step, dump),
-        same_place=same,
-        remarks=tuple(remarks),
-    )
 
 
 def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:

@@ -73,19 +73,12 @@ class Export:
             stack.enter_context(torch.no_grad())
             stack.enter_context(_single_rank_world())
             if self.adapters is None:
-                self._write(self._chunks())
+                chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
+                masters = _masters(self.checkpoint) if self.masters else ""
+                saved_weights.load_weights(chunks, self.checkpoint, masters)
+                self._write(chunks)
             else:
                 self._write_adapted(self.adapters)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        family = hf_models.family_of(self.model)
-        assert not isinstance(family, str)
-        return dict(family.tensors(family.sizes(self.model)))
-
-    def _chunks(self) -> list[Any]:
-        chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
-        saved_weights.load_weights(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
-        return chunks
 
     def _write_adapted(self, adapters: Adapters) -> None:
         """Write the base weights with the adapters added, or what the library peft reads beside them."""
@@ -109,7 +102,10 @@ class Export:
         (self.folder / CONFIG).unlink()
 
     def _write(self, chunks: list[Any]) -> None:
-        write(self.folder, self._tensors(chunks), self._shapes(), next(chunks[0].parameters()).dtype)
+        family = hf_models.family_of(self.model)
+        assert not isinstance(family, str)
+        shapes = dict(family.tensors(family.sizes(self.model)))
+        write(self.folder, self._tensors(chunks), shapes, next(chunks[0].parameters()).dtype)
         if wrong := hf_models.problems(self.model, read(self.folder)):  # here transformers is imported already
             raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
 

@@ -290,10 +290,8 @@ def _compared(row: ConfigurationResult, reference: ConfigurationResult) -> Confi
 
 def _judged(directory: Path, matrix: Sweep, rows: tuple[ConfigurationResult, ...], exitfirst: bool) -> SweepVerdict:
     compared = [row for row in rows if row.comparison is not None]
-    firsts = [
-        (row.comparison.first.step, n) for n, row in enumerate(compared) if row.comparison and row.comparison.first
-    ]
-    different = compared[min(firsts)[1]] if firsts else None
+    firsts = {n: row.comparison.first.step for n, row in enumerate(compared) if row.comparison and row.comparison.first}
+    different = compared[min(firsts, key=firsts.__getitem__)] if firsts else None
     not_run = [row for row in rows if row.state == NOT_RUN and exitfirst and different]
     faulty = [row for row in rows if row.why is not None and row not in not_run]
     reference = next((row for row in rows if row.state == REFERENCE), rows[0])
@@ -380,8 +378,8 @@ def _remarks(rows: tuple[ConfigurationResult, ...], compared: list[Configuration
     different = [comparison for comparison in comparisons if comparison.first]
     sentences = [sentence for comparison in comparisons if not comparison.first for sentence in remarks(comparison)]
     sentences = [*dict.fromkeys(sentences)]
-    sentences += dict.fromkeys(sentence for comparison in different for sentence in machine_remark(comparison))
-    sentences += dict.fromkeys(sentence for comparison in different for sentence in stock_remark(comparison))
+    for remark in (machine_remark, stock_remark):
+        sentences += dict.fromkeys(sentence for comparison in different for sentence in remark(comparison))
     if any(comparison.initial for comparison in different):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
     return (*why, *stopped, *sentences)

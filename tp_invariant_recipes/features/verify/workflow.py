@@ -39,6 +39,7 @@ from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.runs.sweep_dir import Configuration, Sweep, SweepDir
 
+PLANNED = ("identity_hash", "layout", "numerics", "steps")  # fields of a configuration that a rerun must have, too
 __all__ = ["SweepVerdict", "Verification", "check", "execute", "judge", "new", "plan_rerun"]
 
 
@@ -159,16 +160,11 @@ def _replanned(requested: Sweep, cell: Configuration, where: SweepDir, how: Plan
         composed = compose(requested.model, cell.overrides, device=device)
         planned = replace(plan.resolve(composed, run, how), attempts=None)
     now = configuration_of(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
-    if changed := [
-        name for name in ("identity_hash", "layout", "numerics", "steps") if _field(now, name) != _field(cell, name)
-    ]:
+    # As JSON, since one of the two was read from a file.
+    fields = {name: [canonical(getattr(of, name)) for of in (now, cell)] for name in PLANNED}
+    if changed := [name for name, (one, other) in fields.items() if one != other]:
         raise ConfigError(f"it would be another run now than the one planned ({', '.join(changed)}); verify anew")
     return planned
-
-
-def _field(cell: Configuration, name: str) -> str:
-    """Return a field as JSON, since one of the configurations was read from a file."""
-    return canonical(getattr(cell, name))
 
 
 def check(verification: Verification) -> None:
