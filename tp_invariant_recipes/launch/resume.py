@@ -18,7 +18,7 @@ from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed
 from tp_invariant_recipes.launch import trust
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
-from tp_invariant_recipes.ledger.open import read, streamed
+from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.stream import last_step
 from tp_invariant_recipes.machine import processor
@@ -230,7 +230,7 @@ def _imported(before: RunFile, composed: Composed) -> str | None:
 
 def _steps_in_ledger(run_dir: RunDir) -> int:
     """Complete steps. A node that dies can take its last lines with it, when the checkpoint is already whole."""
-    return len(read(run_dir.ledger).steps) if run_dir.ledger.exists() else 0
+    return sum(1 for _ in streamed(run_dir.ledger).steps) if run_dir.ledger.exists() else 0
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], overrides: Sequence[Override] = ()) -> list[str]:

@@ -15,7 +15,7 @@ from tp_invariant_recipes.launch import local, record, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import RankFn, Stop
 from tp_invariant_recipes.launch.record import RunRequest
-from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.runs import checkpoints, restarts
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
@@ -130,7 +130,7 @@ def check_completed(planned: Plan, outcome: local.Outcome) -> local.Outcome:
     if outcome is not local.Outcome.COMPLETED:
         return outcome
     run_dir, minutes = planned.run_dir, planned.config.train.get("exit_duration_in_mins")
-    steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
+    steps = streamed(run_dir.ledger).steps if run_dir.ledger.exists() else ()
     reached = steps[-1].step if steps else 0
     if planned.last_recorded <= reached <= planned.steps:
         return outcome

@@ -186,7 +186,6 @@ _PARTS = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1 << 17)  # most names of two ledgers are the same
 def _place(name: str) -> tuple:
     layer = _LAYER.match(name)
     stage, part = _stage_and_part(".".join(["0" if word.isdecimal() else word for word in name.split(".")]))
@@ -201,12 +200,7 @@ def _stage_and_part(name: str) -> tuple[int, int]:
 
 def _numbers_by_value(name: str) -> str:
     """Text that sorts as the name with its numbers by value: each as the count of its digits and the digits."""
-    return ".".join(map(_padded, name.split(".")))
-
-
-@functools.lru_cache(maxsize=1 << 12)  # names consist of few words
-def _padded(word: str) -> str:
-    return _NUMBER.sub(_with_length, word)
+    return _NUMBER.sub(_with_length, name)
 
 
 def _with_length(number: re.Match[str]) -> str:

@@ -84,8 +84,7 @@ class Header(Record):
     """The description of a run. Runs are comparable when `identity` is equal; the other parts are informative.
 
     Every part is JSON and is kept as JSON gives it back (tuples become lists, keys are sorted), so a header equals
-    itself read from disk. ValueError or TypeError: a part is not JSON, `identity` is empty or not flat, or the schema
-    is another.
+    itself read from disk. ValueError or TypeError: a part is not JSON, or `identity` is empty or not flat.
 
     schema: the version of the format
     identity: model, data, optimizer and seed as flat keys such as `"model.num_layers": 36`
@@ -113,8 +112,6 @@ class Header(Record):
     initial: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if type(self.schema) is not int or self.schema != SCHEMA:
-            raise ValueError(f"schema {self.schema!r} is not known to this version, which reads schema {SCHEMA}")
         for name in (IDENTITY, *INFORMATIVE):
             part = json.loads(canonical(getattr(self, name)))
             if not isinstance(part, dict):

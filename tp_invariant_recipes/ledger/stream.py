@@ -11,8 +11,9 @@ import itertools
 import os
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, overload
 
@@ -79,14 +80,14 @@ def last_step(file: Path) -> LastStep:
 class StepsInFile(Sequence[StepRecord]):
     """The steps of a ledger's file. It holds the places of the lines, and no step; a line is checked when decoded.
 
-    ends: the place after each line's newline, the header's first. inode: device and number of the file.
+    ends: the place after each line's newline, the header's first. open: the file, or its bytes.
     LedgerError, naming file and line: it is invalid, or the file is no longer the one that was opened.
     """
 
     file: Path
     header: Header
     ends: Sequence[int]
-    inode: tuple[int, int]
+    open: Callable[[], BinaryIO]
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -100,22 +101,29 @@ class StepsInFile(Sequence[StepRecord]):
     def __getitem__(self, index: slice) -> tuple[StepRecord, ...]: ...
     def __getitem__(self, index: int | slice) -> StepRecord | tuple[StepRecord, ...]:
         at = range(len(self))[index]
-        with self._open() as stream:
+        with self.open() as stream:
             if isinstance(at, range):
                 return tuple(self.decode(self._line(stream, n + 1), n + 1) for n in at)
             return self.decode(self._line(stream, at + 1), at + 1)
 
     def lines(self) -> Iterator[bytes]:
         """Yield the lines of all steps in order, each read once, without their newlines."""
-        with self._open() as stream:
+        with self.open() as stream:
             for step in range(1, len(self) + 1):
                 yield self._line(stream, step)
 
     def decode(self, line: bytes, step: int) -> StepRecord:
         """Return the record of the line of a step."""
-        return _decoded(self.file, self.header, line, step)
+        try:
+            record = decode_step(line, self.header)
+            if record.step != step:
+                where = "repeated or out of order" if record.step < step else "missing or out of order"
+                raise ValueError(f"step {record.step} where step {step} belongs: a line is {where}")
+        except ValueError as error:
+            raise LedgerError(f"{self.file} line {step + 1}: {error}") from error
+        return record
 
-    def all(self, progress: Progress | None) -> tuple[StepRecord, ...]:
+    def all(self, progress: Progress | None = None) -> tuple[StepRecord, ...]:
         """Return all steps, in memory. progress: told (bytes decoded, bytes in all) now and then."""
         steps = []
         for step in self:
@@ -124,15 +132,6 @@ class StepsInFile(Sequence[StepRecord]):
                 progress(self.ends[step.step], self.ends[-1])
         return tuple(steps)
 
-    def _open(self) -> BinaryIO:
-        with reading(self.file):
-            stream = open_file(self.file)
-        status = os.fstat(stream.fileno())
-        if (status.st_dev, status.st_ino) != self.inode:
-            stream.close()
-            raise self._changed()
-        return stream
-
     def _line(self, stream: BinaryIO, step: int) -> bytes:
         start, end = self.ends[step - 1], self.ends[step]
         with reading(self.file):
@@ -140,11 +139,21 @@ class StepsInFile(Sequence[StepRecord]):
                 stream.seek(start)
             line = stream.read(end - start)
         if len(line) != end - start or not line.endswith(b"\n"):
-            raise self._changed()
+            raise _changed(self.file)
         return line[:-1]
 
-    def _changed(self) -> LedgerError:
-        return LedgerError(f"{self.file} was replaced or truncated while it was read: repeat the command")
+
+def _changed(file: Path) -> LedgerError:
+    return LedgerError(f"{file} was replaced or truncated while it was read: repeat the command")
+
+
+def _reopened(file: Path, before: os.stat_result) -> BinaryIO:
+    with reading(file):
+        stream = open_file(file)
+    if not os.path.samestat(os.fstat(stream.fileno()), before):
+        stream.close()
+        raise _changed(file)
+    return stream
 
 
 def opened(file: Path, progress: Progress | None = None) -> Ledger:
@@ -155,14 +164,13 @@ def opened(file: Path, progress: Progress | None = None) -> Ledger:
     with reading(file), open_file(file) as stream:
         status = os.fstat(stream.fileno())
         header, ends, torn = _lines(file, stream, status.st_size, progress)
-    return Ledger(header, StepsInFile(file, header, ends, (status.st_dev, status.st_ino)), file, torn)
+    return Ledger(header, StepsInFile(file, header, ends, partial(_reopened, file, status)), file, torn)
 
 
 def parse(file: Path, data: bytes) -> Ledger:
     """Check the bytes of a ledger with all of its steps; `file` names it in errors, as of `open.read`."""
     header, ends, torn = _lines(file, io.BytesIO(data), len(data))
-    lines = (data[start : end - 1] for start, end in itertools.pairwise(ends))
-    return Ledger(header, tuple(_decoded(file, header, line, n) for n, line in enumerate(lines, 1)), file, torn)
+    return Ledger(header, StepsInFile(file, header, ends, partial(io.BytesIO, data)).all(), file, torn)
 
 
 def _lines(
@@ -187,18 +195,6 @@ def _lines(
             torn = True
             ends.pop()
     return header, ends, torn
-
-
-def _decoded(file: Path, header: Header, line: bytes, expected: int) -> StepRecord:
-    """Return the record of step `expected`. LedgerError: the line is invalid, or of another step."""
-    try:
-        record = decode_step(line, header)
-        if record.step != expected:
-            where = "repeated or out of order" if record.step < expected else "missing or out of order"
-            raise ValueError(f"step {record.step} where step {expected} belongs: a line is {where}")
-    except ValueError as error:
-        raise LedgerError(f"{file} line {expected + 1}: {error}") from error
-    return record
 
 
 def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]]:

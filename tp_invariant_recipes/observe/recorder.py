@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback that writes a run's ledger and its progress file."""
+"""The callbacks that write a run's ledger, and the one that writes the file and its progress file."""
 
 import json
 import os
@@ -7,17 +7,18 @@ import platform
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
+from tp_invariant_recipes.check.recording import steps
 from tp_invariant_recipes.comparison import comparability
 from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.ledger.bits import float_bits
-from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
-from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.ledger.run_files import ProgressLine, RunFile
 from tp_invariant_recipes.ledger.schema import CAPABILITY, FINAL_VALIDATION, TEST, VALIDATION
 from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.machine.versions import versions
@@ -29,8 +30,24 @@ from tp_invariant_recipes.observe.trace import Tracing
 from tp_invariant_recipes.runs.checkpoints import iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
+from tp_invariant_recipes.settings.sections import LedgerSettings
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.training.rank import RankInfo
 
 LOSS = "lm loss"  # Bridge's name for the language-model loss
+
+
+def recording(run_dir: RunDir, rank_info: "RankInfo", run: RunFile, ledger: LedgerSettings) -> list[Any]:
+    """Return the callbacks that write the ledger of a run directory, on this rank."""
+    traced = steps(ledger.trace) if ledger.trace else ()
+    digests = Digests(ledger.digests, ledger.state_digests, traced, ledger.experts) if ledger.digests else None
+    tracing = Tracing(traced, ledger.dump, run_dir) if traced else None
+    callbacks: list[Any] = [callback for callback in (digests, tracing) if callback]
+    if rank_info.rank == rank_info.world_size - 1:
+        parts = {"numerics": run.numerics, "layout": run.layout, "notes": run.notes}
+        callbacks.append(Recorder(run_dir, run.identity, parts, digests, tracing))
+    return callbacks
 
 
 class Recorder(Callback):
@@ -161,7 +178,7 @@ class Recorder(Callback):
 
     def _check_loaded(self, step: int, loaded: Recorded) -> str | None:
         """Return what is wrong with the state a run goes on from, by its ledger; None: nothing, or no ledger."""
-        ledger = read(self.run_dir.ledger) if self.run_dir.ledger.exists() else None
+        ledger = streamed(self.run_dir.ledger) if self.run_dir.ledger.exists() else None
         if ledger is None or len(ledger.steps) < step:
             return None  # `resume` refuses a ledger that is too short
         line = ledger.steps[step - 1]

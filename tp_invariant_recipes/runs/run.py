@@ -10,7 +10,7 @@ from typing import Any, override
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.bits import bits_float
-from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.view import Ledger
 from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import checkpoints, overview
@@ -49,16 +49,17 @@ class Run(Result):
         run_dir, row = RunDir(self.path), overview.row(self.path)
         if row.state == overview.DAMAGED:
             raise RunError(f"{self.path} is not a run directory: {row.why}")
-        steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
-        last = steps[-1] if steps else None
+        last, not_finite, diverged = None, [], None
+        for last in streamed(run_dir.ledger).steps if run_dir.ledger.exists() else ():
+            not_finite += [] if _finite(last.loss) and _finite(last.grad_norm) else [last.step]
+            diverged = last.step if last.diverged and diverged is None else diverged
         saved = checkpoints.finished(run_dir.checkpoints)
         self.state, self.why, self.of = row.state, row.why, row.last.to_step or 0
         self.steps = last.step if last else 0
         self.loss = bits_float(last.loss) if last and last.loss else None
         self.grad_norm = bits_float(last.grad_norm) if last and last.grad_norm else None
         self.checkpoint = saved[-1].path if saved else None
-        self.not_finite = tuple(step.step for step in steps if not all(map(_finite, (step.loss, step.grad_norm))))
-        self.diverged = next((step.step for step in steps if step.diverged), None)
+        self.not_finite, self.diverged = tuple(not_finite), diverged
 
     def __fspath__(self) -> str:
         return str(self.path)

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from tp_invariant_recipes.ledger.digests import summaries
-from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.schema import DIGESTED
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -94,7 +94,7 @@ class Verdict:
                 run = self.run_dir.read_run(RunFile)
                 facts: dict[str, Any] = {"outcome": self.outcome, "step": step, "identity_hash": run.identity_hash}
                 facts |= {"model": run.model, "layout": str(run.layout), "numerics": str(run.numerics.get("mode"))}
-                last = read(self.run_dir.ledger).steps[-1]
+                last = streamed(self.run_dir.ledger).steps[-1]
                 for kind in DIGESTED if last.step == step else ():
                     if (digests := getattr(last, kind)) is not None:
                         facts[f"{kind}_digest"] = summaries(tuple(digests), tuple(digests.values()))[0]

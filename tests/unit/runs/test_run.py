@@ -5,6 +5,7 @@ import pytest
 
 from tests.ledgers import record, write
 from tp_invariant_recipes.ledger.record import Header
+from tp_invariant_recipes.ledger.stream import StepsInFile
 from tp_invariant_recipes.runs import overview
 from tp_invariant_recipes.runs.run import Run
 
@@ -23,6 +24,7 @@ NAN, INFINITE = "f32:7fc00000", "f32:7f800000"
 def test_losses_that_are_no_numbers_are_a_warning(tmp_path, monkeypatch, changes, steps, said):
     write(tmp_path, Header(identity={"model": "toy"}), [record(step, **changes.get(step, {})) for step in (1, 2, 3)])
     monkeypatch.setattr(overview, "row", lambda path: overview.RunRow(path, overview.COMPLETED))
+    monkeypatch.setattr(StepsInFile, "all", lambda *_: pytest.fail("all steps in memory"))  # at once
     ended = Run(tmp_path)
     assert ended.not_finite == steps
     warnings = [line for line in ended.lines() if "is NaN or infinite" in line]

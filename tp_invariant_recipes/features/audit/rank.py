@@ -4,7 +4,6 @@
 import os
 
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.observe.recording import recording
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.runs.sweep_dir import AuditedRun
 from tp_invariant_recipes.start import bridge
@@ -17,6 +16,7 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
     config, described, task = run.read_run_config(), run.read_run(RunFile), run.read_task()
     bridge.load()
     from tp_invariant_recipes.features.audit.recording import AuditRecording
+    from tp_invariant_recipes.observe.recorder import recording
     from tp_invariant_recipes.training.settle import settle
 
     for number in range(task.passes):

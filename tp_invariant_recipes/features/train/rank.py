@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.observe.recording import recording
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import finetuning
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -23,6 +22,7 @@ def train(
     config, run = run_dir.read_run_config(), run_dir.read_run(RunFile)
     bridge.load()
     from tp_invariant_recipes.config.fingerprint import experts_separate, optimizer_state
+    from tp_invariant_recipes.observe.recorder import recording
     from tp_invariant_recipes.training.callbacks import IndexRecorder, ManifestWriter
 
     parts = run.identity_hash, run.layout, optimizer_state(config)

@@ -2,7 +2,7 @@
 """The callback that takes digests of all gradients, weights and moments, whatever the layout.
 
 Once, before the first step, the ranks tell each other what they hold; parts with one place are replicas. Then a step
-costs a kernel for each kind of tensor and one all-reduce of a few numbers for every tensor (parts.py).
+costs a kernel for each kind of tensor and one all-reduce of a few numbers for every tensor (merge.py).
 
     kind               digests at                                            its kernel starts
     gradients          every `every`th step                                  before clipping
@@ -149,8 +149,8 @@ class Queue:
     tell:  called with a step and its digests. texts: whether somebody reads them here; otherwise replicas are compared.
     """
 
-    def __init__(self, device: torch.device, tell: Callable[[int, Recorded], None], texts: Callable[[], bool]) -> None:
-        self._device, self._tell, self._texts = device, tell, texts
+    def __init__(self, device: torch.device, tell: Callable[[int, Recorded], None] | None, *, texts: bool) -> None:
+        self._device, self._tell, self._texts = device, tell or (lambda step, recorded: None), texts
         self.running = 0
         self.ended: int | None = None
         self.started: int | None = None
@@ -179,7 +179,7 @@ class Queue:
         """Tell of the merged step, once the GPU has its digests. alone: ask no other rank."""
         step, merging, self.merged, self._merging = self.merged, self._merging, None, None
         if step is not None and merging is not None:
-            self._tell(step, read_digests(merging, texts=self._texts(), alone=alone))
+            self._tell(step, read_digests(merging, texts=self._texts, alone=alone))
 
     def skip(self) -> None:
         """Tell of a step that has no digests."""
@@ -198,7 +198,7 @@ class Queue:
 
     def now(self, sums: Sequence[Sums]) -> Recorded:
         """Return the digests of what is in memory. A collective."""
-        return read_digests(self.merging([kind_sums.started() for kind_sums in sums]), texts=self._texts())
+        return read_digests(self.merging([kind_sums.started() for kind_sums in sums]), texts=self._texts)
 
     def merging(self, taken: Sequence[StartedSums]) -> Merging:
         """Begin to sum these over all ranks."""
@@ -207,9 +207,7 @@ class Queue:
         merge = self._merges.get(key)
         if merge is None or merge.sums != sums:
             merge = self._merges[key] = Merge(sums, self._device)
-        unlike = torch.cat([started.unlike for started in taken])
-        lanes = torch.cat([started.lanes for started in taken])
-        return Merging(merge.sums, merge.tensor, lanes, unlike, *merge(lanes, unlike))
+        return merge(taken)
 
 
 class Digests(AroundOptimizerStep):
@@ -242,7 +240,8 @@ class Digests(AroundOptimizerStep):
         model = context.state.cfg.model
         self._whole_steps = model.cuda_graph_impl == FULL or model.overlap_moe_expert_parallel_comm
         plan = self.plan = DigestPlan.of(context.model, context.optimizer, self._experts)
-        self.queue = Queue(plan.device, self._tell, self._is_read)
+        read = self.listener is not None or self.check is not None
+        self.queue = Queue(plan.device, self.listener, texts=read)
         step = context.state.train_state.step
         if step == 0:
             self.initial = self.queue.now([plan.every]).weights
@@ -329,9 +328,6 @@ class Digests(AroundOptimizerStep):
         if torch.cuda.current_stream() == self._stream and not capturing:
             self._start()
 
-    def _is_read(self) -> bool:
-        return self.listener is not None or self.check is not None
-
     def _is_state_due(self, step: int) -> bool:
         return bool(self.state_every and step % self.state_every == 0)
 
@@ -342,10 +338,6 @@ class Digests(AroundOptimizerStep):
             self._forward = None
         if (step := self.queue.ended) is not None:
             self.queue.start(self.plan.after(state=state or self._is_state_due(step)))
-
-    def _tell(self, step: int, recorded: Recorded) -> None:
-        if self.listener is not None:
-            self.listener(step, recorded)
 
 
 def _held_moments(shards: Shards, optimizer: OptimizerState) -> list[TensorPart]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.digest import LANES
 from tp_invariant_recipes.kernels.launch import TablePlace
 from tp_invariant_recipes.ledger.schema import COPIES
-from tp_invariant_recipes.observe.digests.sums import Sums
+from tp_invariant_recipes.observe.digests.sums import StartedSums, Sums
 from tp_invariant_recipes.observe.union import Diverged, by_value, gathered, summed
 
 CHECKS = LANES + 1  # of a tensor: the sums that compare replicas, and elements whose copy is unlike; mostly 0
@@ -36,7 +36,7 @@ class Merging(NamedTuple):
 
     sums:   what they are of. tensor: of each of this rank's parts, its tensor's number among all of `sums`.
     lanes:  of this rank's parts, int64 [own parts, LANES]. unlike: likewise, elements whose copy is unlike.
-    merged: of all tensors, on the host, once `done`: lanes, then checks.
+    merged: of all tensors, on the host, once `done`: int64 [tensors · LANES + tensors · CHECKS].
     """
 
     sums: tuple[Sums, ...]
@@ -67,12 +67,13 @@ class Merge:
         self._sums = torch.empty(tensors * (LANES + CHECKS), dtype=torch.int64, device=device)
         self._host = torch.empty(len(self._sums), dtype=torch.int64, pin_memory=device.type == "cuda")
 
-    def __call__(self, lanes: Tensor, unlike: Tensor) -> tuple[Tensor, Any]:
-        """Sum every tensor's lanes over all ranks; return the sums and the event after which they are there.
+    def __call__(self, taken: Sequence[StartedSums]) -> Merging:
+        """Begin to sum every tensor's lanes over all ranks. The next call overwrites what this one has merged.
 
-        lanes:   int64 [own parts, LANES]. unlike: int64 [own parts].
-        returns: int64 [tensors · LANES + tensors · CHECKS] on the host, overwritten by the next call, and an event.
+        taken: of `sums`, in their order.
         """
+        lanes = torch.cat([started.lanes for started in taken])
+        unlike = torch.cat([started.unlike for started in taken])
         of_lanes, of_checks = split(self._sums.zero_())
         of_lanes.index_add_(0, self._tensor, lanes * self._factors[:, :LANES])
         of_checks.index_add_(0, self._tensor, torch.cat([lanes * self._factors[:, LANES:], unlike.view(-1, 1)], 1))
@@ -80,11 +81,11 @@ class Merge:
         self._host.copy_(self._sums, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return self._host, done
+        return Merging(self.sums, self.tensor, lanes, unlike, self._host, done)
 
 
 def split(merged: Any) -> tuple[Any, Any]:
-    """[tensors, LANES] and [tensors, CHECKS] of what `Merge` returns, or of its sums, as views."""
+    """[tensors, LANES] and [tensors, CHECKS] of what is merged, or of its sums, as views."""
     lanes = len(merged) // (LANES + CHECKS) * LANES
     return merged[:lanes].reshape(-1, LANES), merged[lanes:].reshape(-1, CHECKS)
 

@@ -119,7 +119,7 @@ class Sums:
 
     names:    of all tensors, on all ranks in one order. tensor: of each of this rank's parts, its tensor's number.
     places:   of this rank's parts. first: whether it is the first rank that holds them, bool [own parts].
-    factors:  of its lanes in the sums that compare replicas, int64 [own parts, LANES] (parts.py).
+    factors:  of its lanes in the sums that compare replicas, int64 [own parts, LANES].
     recorded: the tensors whose digests the ledger has, while replicas of all are compared; None: all of them.
     stacked:  whether tensors of experts have one digest together (`stacks`).
     Raises RunError, on every rank alike, if the parts of a tensor are not the whole of it.
