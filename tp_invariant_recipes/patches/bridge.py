@@ -30,7 +30,6 @@ def _helpers_without_makefile() -> bool:
 
 HELPERS = Patch(
     name="bridge-compile-helpers",
-    package="megatron-bridge",
     versions="a megatron-core with compiled helpers and no Makefile",
     form=_helpers_without_makefile,
     replaces={"megatron.bridge.training.initialize:compile_helpers": nothing},
@@ -63,7 +62,6 @@ def of_the_models_kind(original: Callable[..., Any]) -> Callable[..., Any]:
 
 LOCAL_MULTI_TOKEN = Patch(
     name="bridge-local-mtp",
-    package="megatron-bridge",
     versions="mtp_block_spec() without model.transformer_impl",
     form=Form(
         "models/gpt_provider.py",
@@ -108,7 +106,6 @@ def predicts_tokens_of_whole_sequences(config: RunConfig) -> bool:
 
 MULTI_TOKEN_MASK = Patch(
     name="bridge-mtp-mask",
-    package="megatron-bridge",
     versions="a gpt_step that does not pass the loss mask",
     form=Form(
         "training/gpt_step.py",
@@ -147,7 +144,6 @@ def without_draws_on_resume(original: Callable[..., Any]) -> Callable[..., Any]:
 
 LOADER_DRAWS = Patch(
     name="bridge-resume-rng",
-    package="megatron-bridge",
     versions="a DataLoader without a generator of its own",
     form=Form(
         "data/samplers.py",
@@ -197,7 +193,6 @@ def _built_with_the_field(provider: Any) -> Iterator[None]:
 
 CPU_WEIGHTS = Patch(
     name="bridge-cpu-initialization",
-    package="megatron-bridge",
     versions=f"get_model() that overwrites model.{_ON_CPU}",
     # It sets the field to its own argument, which a training does not give.
     form=Form(
@@ -274,7 +269,6 @@ def _lacks_local_names() -> bool:
 
 LOCAL_NAMES = Patch(
     name="bridge-local-names",
-    package="megatron-bridge",
     versions="mappings of weights without pre_mlp_layernorm or local_experts",
     form=_lacks_local_names,
     replaces={

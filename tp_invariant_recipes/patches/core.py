@@ -110,7 +110,6 @@ def as_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 _WRITER = "dist_checkpointing.strategies.filesystem_async"
 SAVE = Patch(
     name="core-save-without-manager",
-    package="megatron-core",
     versions="get_write_results_queue() that makes a Manager()",
     form=Form(f"{_WRITER.replace('.', '/')}.py", "get_write_results_queue", has="Manager()"),
     replaces={f"megatron.core.{_WRITER}:get_write_results_queue": queue_in_this_process},
@@ -122,7 +121,6 @@ CHECKPOINTS = (
     SAVE,
     Patch(
         name="core-empty-optimizer",
-        package="megatron-core",
         versions="ChainedOptimizer that saves empty lists",
         form=Form(
             "optimizer/optimizer.py",
@@ -137,7 +135,6 @@ CHECKPOINTS = (
     ),
     Patch(
         name="core-sgd-state",
-        package="megatron-core",
         versions="an SGD with init_state_fn = None",
         form=Form(
             "optimizer/__init__.py",
@@ -151,7 +148,6 @@ CHECKPOINTS = (
     ),
     Patch(
         name="core-local-names",
-        package="megatron-core",
         versions="get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map",
         form=Form(
             "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules", has="sharded_state_dict_keys_map={"
@@ -263,7 +259,6 @@ def gathered_again(original: Callable[..., None]) -> Callable[..., None]:
 _ROW_PARALLEL = "megatron.core.tensor_parallel.layers:RowParallelLinear"
 EXPERT_BIAS = Patch(
     name="core-expert-bias",
-    package="megatron-core",
     versions="an MLP that adds output_bias in place",
     form=Form("transformer/mlp.py", "forward", has="output += output_bias"),
     replaces={f"{_ROW_PARALLEL}.forward": own_output},
@@ -273,7 +268,6 @@ EXPERT_BIAS = Patch(
 )
 EXPERT_BIAS_SUM = Patch(
     name="core-expert-bias-sum",
-    package="megatron-core",
     versions="a RowParallelLinear that marks biases of experts",
     form=Form(
         "tensor_parallel/layers.py",
@@ -287,7 +281,6 @@ EXPERT_BIAS_SUM = Patch(
 )
 SINKS = Patch(
     name="core-sinks-norm",
-    package="megatron-core",
     versions="a DotProductAttention that does not mark its attention sinks",
     form=Form("transformer/dot_product_attention.py", "__init__", has="softmax_offset", lacks="tensor_model_parallel"),
     replaces={"megatron.core.transformer.dot_product_attention:DotProductAttention.__init__": marked_as_split},
@@ -299,7 +292,6 @@ SINKS = Patch(
 _REDUCED = "_allreduce_non_tensor_model_parallel"
 DELTA_NET = Patch(
     name="core-delta-net-norm",
-    package="megatron-core",
     versions="a finalize_model_grads without out_norm",
     form=Form("distributed/finalize_model_grads.py", _REDUCED, has="k_layernorm", lacks="out_norm"),
     replaces={f"megatron.core.distributed.finalize_model_grads:{_REDUCED}_grads": with_output_norms},
@@ -310,7 +302,6 @@ DELTA_NET = Patch(
 )
 MULTI_TOKEN = Patch(
     name="core-mtp-context",
-    package="megatron-core",
     versions="a process_mtp_loss that sums no tokens over context-parallel ranks",
     form=Form("transformer/multi_token_prediction.py", "process_mtp_loss", has="num_tokens", lacks="all_reduce"),
     replaces={"megatron.core.transformer.multi_token_prediction:roll_tensor": over_the_sequence},
@@ -321,7 +312,6 @@ MULTI_TOKEN = Patch(
 )
 GATHERS = Patch(
     name="core-gathers-in-graphs",
-    package="megatron-core",
     versions="a start_param_sync that marks weights as gathered",
     form=Form("distributed/param_and_grad_buffer.py", "start_param_sync", has="self.param_gather_dispatched = True"),
     replaces={

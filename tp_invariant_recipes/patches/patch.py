@@ -107,6 +107,7 @@ if __name__ == "__main__":
 State = Literal["applies", "not needed", "refused", "off"]
 
 COMPARISONS = {">=": operator.ge, "<": operator.lt}
+PACKAGES = {"bridge": "megatron-bridge", "core": "megatron-core", "te": "transformer-engine"}
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,7 @@ class Function:
 class Patch:
     """One fix.
 
-    name:     its name in `patches.off`.
-    package:  the distribution that it fixes.
+    name:     its name in `patches.off`, which begins with that of the distribution that it fixes (PACKAGES).
     versions: those that need it, such as ">=2.14,<2.16"; "" for all. With a form, the same condition in words.
     replaces: target -> what makes its replacement, in order of application.
     why:      the defect without it.
@@ -154,7 +154,6 @@ class Patch:
     """
 
     name: str
-    package: str
     versions: str
     replaces: Mapping[str, Callable[..., Any]]
     why: str
@@ -163,6 +162,11 @@ class Patch:
     upstream: str | None = None
     reached: Callable[[RunConfig], Any] | None = None
     loads: Callable[[], bool] = lambda: True
+
+    @property
+    def package(self) -> str:
+        """The distribution that it fixes."""
+        return PACKAGES[self.name.partition("-")[0]]
 
     @property
     def replacements(self) -> tuple[Replacement, ...]:

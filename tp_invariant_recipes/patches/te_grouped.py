@@ -23,7 +23,6 @@ from tp_invariant_recipes.patches.patch import Function, Patch
 if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig
 
-PACKAGE = "transformer-engine"
 MODULE = "transformer_engine"
 FILE = "pytorch/module/grouped_linear.py"
 ARGUMENTS, FLAG = "non_tensor_args", "skip_fp8_weight_update"
@@ -89,7 +88,6 @@ def place_of_flag(function: Callable[..., Any]) -> int:
 
 PATCH = Patch(
     name="te-grouped-linear-graph",
-    package=PACKAGE,
     versions="<2.17",
     functions=(
         Function(
@@ -224,7 +222,6 @@ _FUSED_OPERATIONS = on_gpus(lambda model: model.get("use_transformer_engine_op_f
 PATCHES = (
     Patch(
         name="te-grouped-linear-delayed-wgrad",
-        package=PACKAGE,
         versions=">=2.11",
         functions=(
             Function(
@@ -252,7 +249,6 @@ PATCHES = (
     ),
     Patch(
         name="te-grouped-op-wgrad",
-        package=PACKAGE,
         versions=">=2.13,<2.16",
         functions=(
             Function(
@@ -271,7 +267,6 @@ PATCHES = (
     ),
     Patch(
         name="te-grouped-mlp-wgrad",
-        package=PACKAGE,
         versions=">=2.14,<2.16",
         functions=(
             Function(

@@ -4,7 +4,8 @@
 from functools import partial
 from typing import Any
 
-from tp_invariant_recipes.check.invariant import fp8, fsdp, shards
+from tp_invariant_recipes.check import fsdp
+from tp_invariant_recipes.check.invariant import fp8, shards
 from tp_invariant_recipes.check.invariant import model as model_rules
 from tp_invariant_recipes.check.invariant import modes as mode_rules
 from tp_invariant_recipes.check.invariant import training as training_rules
@@ -134,4 +135,4 @@ def _fields(config: RunConfig) -> list[Problem]:
     ]
 
 
-RULES = (*LIMITS, limit(_fields), *shards.RULES, *fsdp.RULES, Rule(fp8.borders, stock=True))
+RULES = (*LIMITS, limit(_fields), *shards.RULES, *fsdp.INVARIANT_RULES, Rule(fp8.borders, stock=True))
