@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.comparison import comparability
 from tp_invariant_recipes.config import fingerprint
 from tp_invariant_recipes.config.compose import Composed, compose
@@ -31,7 +30,7 @@ from tp_invariant_recipes.settings.sections import GuardSettings
 from tp_invariant_recipes.settings.values import value_text
 
 # Overrides of one restart and not of the run: the step it resumed from, and what started its ranks.
-OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
+OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind")
 LR_DECAY = "scheduler.lr_decay_iters"
 # A repetition also has another directory.
 NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir", *(f"guard.{name}" for name in vars(GuardSettings())))
