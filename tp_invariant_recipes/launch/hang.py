@@ -6,12 +6,12 @@ import os
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from tp_invariant_recipes.reading import Bounds, Count, Record, Seconds
 from tp_invariant_recipes.runs.lock import process_stat
@@ -97,38 +97,22 @@ def parse(text: str, main: int) -> Stack | None:
     return Stack(tuple(frames))
 
 
-def answers(logs: dict[int, tuple[Path, int]], main: dict[int, int]) -> dict[int, Stack]:
+def answers(logs: Mapping[int, BinaryIO], main: Mapping[int, int]) -> dict[int, Stack]:
     """Return the stacks that ranks write to their logs after the signal, without the ranks that do not answer.
 
-    logs: rank -> its log, and the size that it had before. main: rank -> the identity of its main thread.
+    logs: rank -> its log, at the end that it had before. main: rank -> the identity of its main thread.
     """
-    sizes: dict[int, int] = {}
+    written = dict.fromkeys(logs, b"")
     stacks: dict[int, Stack] = {}
     deadline = time.monotonic() + ANSWER
     while time.monotonic() < deadline and (waited := logs.keys() - stacks.keys()):
         time.sleep(POLL)
         for rank in waited:
-            log, before = logs[rank]
-            size = size_of(log)
-            if size > before and size == sizes.get(rank) and (stack := parse(_read(log, before), main[rank])):
+            more = logs[rank].read(LONGEST - len(written[rank]))
+            written[rank] += more
+            if not more and (stack := parse(written[rank].decode(errors="replace"), main[rank])):
                 stacks[rank] = stack
-            sizes[rank] = size
     return stacks
-
-
-def size_of(log: Path) -> int:
-    """Bytes of a log that may not exist yet."""
-    try:
-        return log.stat().st_size
-    except OSError:
-        return 0
-
-
-def _read(log: Path, position: int) -> str:
-    with suppress(OSError), log.open("rb") as stream:
-        stream.seek(position)
-        return stream.read(LONGEST).decode(errors="replace")
-    return ""
 
 
 def state(pid: int) -> str:
@@ -266,11 +250,13 @@ class HangWatch:
         alive = [n for n, process in enumerate(processes) if process.is_alive()]
         states = {n: state(processes[n].pid) for n in alive}
         requested = [n for n in alive if self.signs[n].count and states[n] not in STOPPED]
-        before = {n: (logs[n], size_of(logs[n])) for n in requested}
-        for n in requested:
-            with suppress(ProcessLookupError):
-                os.kill(processes[n].pid, WRITE_FRAMES)
-        answered = answers(before, {n: self.signs[n].thread for n in requested})
+        with ExitStack() as stack:
+            opened = {n: stack.enter_context(logs[n].open("rb")) for n in requested if logs[n].exists()}
+            for n, log in opened.items():
+                log.seek(0, os.SEEK_END)
+                with suppress(ProcessLookupError):
+                    os.kill(processes[n].pid, WRITE_FRAMES)
+            answered = answers(opened, {n: self.signs[n].thread for n in opened})
         return [self._rank_state(n, states[n], answered.get(n)) for n in alive]
 
     def _rank_state(self, n: int, state: str, stack: Stack | None) -> RankState:
