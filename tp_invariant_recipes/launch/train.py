@@ -102,8 +102,7 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None, 
         return local.Outcome.COMPLETED
     with locked(planned.run_dir):
         record.check_current(planned)
-        if planned.run_dir.checkpoints.exists():
-            checkpoints.quarantine(planned.run_dir.checkpoints, after=planned.start)
+        checkpoints.quarantine(planned.run_dir.checkpoints, after=planned.start)
         checkpoints.settle(planned.run_dir)
         record.write(planned)
         try:

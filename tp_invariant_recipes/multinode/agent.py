@@ -165,8 +165,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         rendezvous.set("orders", Orders(planned.start, _must_agree(planned)))
         train.check_checkpoint(planned, rendezvous.node.number, rendezvous.node.count)  # while the others do
         reached = _wait_for_arrivals(rendezvous, slurm.rendezvous_timeout)
-        if planned.run_dir.checkpoints.exists():
-            checkpoints.quarantine(planned.run_dir.checkpoints, after=planned.start)
+        checkpoints.quarantine(planned.run_dir.checkpoints, after=planned.start)
         checkpoints.settle(planned.run_dir)
         outcome = _train(rendezvous, task, planned, reached)
     except Stopped:

@@ -68,7 +68,7 @@ def test_a_run_that_is_to_leave_stops_and_its_resume_is_the_same_run_of_the_serv
 
 @pytest.mark.usefixtures("wandb")
 @pytest.mark.parametrize(
-    "number", (signal.SIGTERM, signal.SIGUSR2, pytest.param(signal.SIGINT, marks=pytest.mark.release))
+    "number", (signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.release) for n in (signal.SIGUSR2, signal.SIGINT)))
 )
 def test_a_signal_stops_a_run_that_logs(tpi, number):
     process = tpi.start(*RUN, "iters=4", "save=0", "logging=wandb", before=at_step(2, wait_for_sigterm))
