@@ -128,6 +128,33 @@ def _without_waiting(name: str, flags: int) -> int:
     return descriptor
 
 
+class Appended:
+    """What others append to a file, which need not exist yet. One that was replaced or cut begins anew."""
+
+    def __init__(self, file: Path, *, skip: bool = False) -> None:
+        """skip: pass over what it has now."""
+        self.file, self._inode, self._position = file, 0, 0
+        if skip and file.exists():
+            status = file.stat()
+            self._inode, self._position = status.st_ino, status.st_size
+
+    def read(self, *, lines: bool) -> bytes:
+        """Return what is new since the last call. lines: leave a line without an end for later. Raises OSError."""
+        try:
+            stream = open_file(self.file)
+        except FileNotFoundError:
+            return b""
+        with stream:
+            status = os.fstat(stream.fileno())
+            if status.st_ino != self._inode or status.st_size < self._position:
+                self._position = 0
+            stream.seek(self._position)
+            data = stream.read()
+        new = data[: data.rfind(b"\n") + 1] if lines else data
+        self._inode, self._position = status.st_ino, self._position + len(new)
+        return new
+
+
 def read_limited(file: Path, limit: int) -> bytes:
     """Return the bytes of a file. OSError: it cannot be read. ValueError: it has more than `limit` bytes.
 

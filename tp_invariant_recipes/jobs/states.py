@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a job: of SLURM while it knows the job, later of its accounts and the run directory; and its logs."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +13,7 @@ from tp_invariant_recipes.jobs import slurm_client
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.ledger.run_files import ProgressLine, Restart
-from tp_invariant_recipes.reading import checked, open_file, parse_json
+from tp_invariant_recipes.reading import Appended, checked, open_file, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.runs.sweep_dir import SweepDir
 from tp_invariant_recipes.text import single_line, visible
@@ -260,38 +259,25 @@ def watch(submissions: Sequence[Submission], report: Callable[[str], None]) -> I
         time.sleep(LOOK)
 
 
-@dataclass
 class Tails:
-    """Copies text appended to jobs' logs to an output. A replaced or shortened file starts from its beginning.
+    """Copies text appended to jobs' logs to an output."""
 
-    parts: the jobs, whose logs need not exist yet.
-    """
-
-    parts: Sequence[JobPart]
-    out: BinaryIO
-    _positions: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode and position
-    _shown: JobPart | None = None
+    def __init__(self, parts: Sequence[JobPart], out: BinaryIO) -> None:
+        """parts: the jobs, whose logs need not exist yet."""
+        self.out = out
+        self._logs = [(part, Appended(part.log)) for part in parts]
+        self._shown: JobPart | None = None
 
     def __call__(self, *, last: bool = False) -> bool:
         """Write new whole lines; with `last` also incomplete ones. Returns whether there was anything to write."""
-        return any([self._show(part, last) for part in self.parts])
+        return any([self._show(part, log, last) for part, log in self._logs])
 
-    def _show(self, part: JobPart, last: bool) -> bool:
-        inode, position = self._positions.get(part.log, (0, 0))
+    def _show(self, part: JobPart, log: Appended, last: bool) -> bool:
         try:
-            with open_file(part.log) as stream:
-                status = os.fstat(stream.fileno())
-                if status.st_ino != inode or status.st_size < position:
-                    position = 0
-                stream.seek(position)
-                data = stream.read()
-        except FileNotFoundError:
-            return False
+            whole = log.read(lines=not last)
         except OSError as error:
             raise RunError(f"cannot read {part.log}: {error.strerror}") from error
-        whole = data if last else data[: data.rfind(b"\n") + 1]
-        self._positions[part.log] = (status.st_ino, position + len(whole))
-        if whole and len(self.parts) > 1 and self._shown is not part:
+        if whole and len(self._logs) > 1 and self._shown is not part:
             heading = f"==> {single_line(part.name)} <==\n"
             self.out.write(f"{'' if self._shown is None else chr(10)}{heading}".encode())
         if whole:  # a progress bar that overwrites itself becomes one line for each state

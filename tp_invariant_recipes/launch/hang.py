@@ -7,13 +7,13 @@ import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
-from tp_invariant_recipes.reading import Bounds, Count, Record, Seconds
+from tp_invariant_recipes.reading import Appended, Bounds, Count, Record, Seconds
 from tp_invariant_recipes.runs.lock import process_stat
 from tp_invariant_recipes.training.heartbeat import WRITE_FRAMES, Heartbeats, Limits, Phase, Sign
 
@@ -97,10 +97,10 @@ def parse(text: str, main: int) -> Stack | None:
     return Stack(tuple(frames))
 
 
-def answers(logs: Mapping[int, BinaryIO], main: Mapping[int, int]) -> dict[int, Stack]:
+def answers(logs: Mapping[int, Appended], main: Mapping[int, int]) -> dict[int, Stack]:
     """Return the stacks that ranks write to their logs after the signal, without the ranks that do not answer.
 
-    logs: rank -> its log, at the end that it had before. main: rank -> the identity of its main thread.
+    logs: rank -> its log, from the end that it had before. main: rank -> the identity of its main thread.
     """
     written = dict.fromkeys(logs, b"")
     stacks: dict[int, Stack] = {}
@@ -108,8 +108,8 @@ def answers(logs: Mapping[int, BinaryIO], main: Mapping[int, int]) -> dict[int, 
     while time.monotonic() < deadline and (waited := logs.keys() - stacks.keys()):
         time.sleep(POLL)
         for rank in waited:
-            more = logs[rank].read(LONGEST - len(written[rank]))
-            written[rank] += more
+            more = logs[rank].read(lines=False)
+            written[rank] = (written[rank] + more)[:LONGEST]
             if not more and (stack := parse(written[rank].decode(errors="replace"), main[rank])):
                 stacks[rank] = stack
     return stacks
@@ -250,13 +250,11 @@ class HangWatch:
         alive = [n for n, process in enumerate(processes) if process.is_alive()]
         states = {n: state(processes[n].pid) for n in alive}
         requested = [n for n in alive if self.signs[n].count and states[n] not in STOPPED]
-        with ExitStack() as stack:
-            opened = {n: stack.enter_context(logs[n].open("rb")) for n in requested if logs[n].exists()}
-            for n, log in opened.items():
-                log.seek(0, os.SEEK_END)
-                with suppress(ProcessLookupError):
-                    os.kill(processes[n].pid, WRITE_FRAMES)
-            answered = answers(opened, {n: self.signs[n].thread for n in opened})
+        appended = {n: Appended(logs[n], skip=True) for n in requested}
+        for n in requested:
+            with suppress(ProcessLookupError):
+                os.kill(processes[n].pid, WRITE_FRAMES)
+        answered = answers(appended, {n: self.signs[n].thread for n in requested})
         return [self._rank_state(n, states[n], answered.get(n)) for n in alive]
 
     def _rank_state(self, n: int, state: str, stack: Stack | None) -> RankState:

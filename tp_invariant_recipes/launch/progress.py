@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from rich.text import Text
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.machine.progress import EVERY, PLAIN, Counter
-from tp_invariant_recipes.reading import checked, parse_json
+from tp_invariant_recipes.reading import Appended, checked, parse_json
 from tp_invariant_recipes.start.bridge import VERBOSE
 from tp_invariant_recipes.text import plural
 
@@ -26,37 +25,23 @@ if TYPE_CHECKING:
 WINDOW = 20  # steps over which tokens/s and the time left are averaged
 
 
-@dataclass
 class Tail:
-    """Reads the progress file as it grows.
+    """Reads the progress file as it grows."""
 
-    steps: the last step's number. position: where the next look starts.
-    """
+    def __init__(self, file: Path, steps: int) -> None:
+        """Pass over the steps of earlier restarts. steps: the last step's number."""
+        self.steps = steps
+        self.events: list[ProgressLine] = []
+        self._appended = Appended(file, skip=True)
 
-    file: Path
-    steps: int
-    position: int = 0
-    events: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier restart's steps are not news
-
-    def new(self) -> list[Any]:
+    def new(self) -> list[ProgressLine]:
         """Return the steps recorded since the last call.
 
         Half a line at the end waits for its other half. One that never came, since a rank died or a disk was full,
         makes a line that is not JSON with what follows; it is passed over.
         """
-        try:
-            with self.file.open("rb") as stream:
-                stream.seek(self.position)
-                data = stream.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self.position += len(whole)
         fresh = []
-        for line in whole.splitlines():
+        for line in self._appended.read(lines=True).splitlines():
             with suppress(ValueError):
                 fresh.append(checked(ProgressLine, parse_json(line, constants=True)))
         self.events = [*self.events, *fresh][-WINDOW:]
@@ -82,8 +67,7 @@ class Lines:
         self.plan, self.console = plan, console
         self.tail = Tail(plan.run_dir.progress, plan.steps)
         self.printed = 0.0
-        before = plan.run_dir.bridge_log.stat().st_size if plan.run_dir.bridge_log.exists() else 0
-        self.position = before if log else None  # an earlier restart's lines are not news
+        self.log = Appended(plan.run_dir.bridge_log, skip=True) if log else None
 
     def __enter__(self) -> "Lines":
         ranks = plural(self.plan.layout.world, f"{self.plan.device} rank")
@@ -95,13 +79,8 @@ class Lines:
 
     def __call__(self) -> None:
         """Show the steps that have been recorded since."""
-        log = self.plan.run_dir.bridge_log
-        if self.position is not None and log.exists():
-            with log.open("rb") as stream:
-                stream.seek(self.position)
-                text = stream.read()
-            self.position += len(text)
-            self.console.out(text.decode(errors="replace"), end="", highlight=False)
+        if self.log is not None:
+            self.console.out(self.log.read(lines=False).decode(errors="replace"), end="", highlight=False)
         for event in self.tail.new():
             loss = "skipped" if event.loss is None else f"loss {event.loss:.4f}"
             self.show(event, f"{loss}  {self.tail.tokens_per_second():,.0f} tokens/s")
