@@ -40,5 +40,13 @@ class Result(ABC):
         """Return what the command prints where its output is a file."""
         return terminal.rendered(self.lines()).removesuffix("\n")
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
+
+    def __init_subclass__(cls) -> None:
+        """Leave a dataclass this `__repr__`: pytest shows it of `assert result.identical`; all fields are pages."""
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
+
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/plain": str(self)}  # what a notebook shows

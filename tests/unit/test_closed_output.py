@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output whose reader has gone is dropped: it changes no exit status and stops no command."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -116,3 +117,12 @@ def test_output_to_a_terminal_that_hung_up_is_dropped():
     print("another line", file=stream)
     os.close(end)
     assert not terminal._Surviving(os.open(os.devnull, os.O_WRONLY), "w")._reader_gone(OSError(28, "disk full"))
+
+
+def test_a_console_of_its_own_closes_its_file():
+    """A program for which a ResourceWarning is an error calls functions that make one each."""
+    console = terminal.console_of_its_own()
+    file = console.file
+    del console
+    gc.collect()
+    assert file.closed

@@ -124,18 +124,27 @@ def parse_all(texts: Iterable[str | Override]) -> list[Override]:
 
 def requested(overrides: Iterable[str | Mapping[str, object]], keys: Mapping[str, object]) -> list[Override]:
     """Read the overrides of a program: texts, mappings of keys to values, and keywords. A tuple gives several values.
+    A mapping may hold mappings: {"optimizer": {"lr": 1e-3}} is optimizer.lr.
 
     Raises ConfigError: two of them contradict each other. A value of no kind that a key takes makes a wrong override.
     """
     read = parse_all(text for text in overrides if isinstance(text, str))
     for values in (*(mapping for mapping in overrides if not isinstance(mapping, str)), keys):
-        for key, value in values.items():
+        for key, value in _leaves(values):
             override = _of_value(key, os.fspath(value) if isinstance(value, os.PathLike) else value)
             other = given(read, override.field)
             if other is not None and other.value != override.value:
                 raise ConfigError(f"{other.text} and {key}={value!r} contradict each other; give one of them")
             read.append(override)
     return read
+
+
+def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _of_value(key: str, value: object) -> Override:

@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any, TextIO
 
@@ -100,7 +101,10 @@ def console(*, stderr: bool = False, **settings: Any) -> Console:
 
 def console_of_its_own() -> Console:
     """Get a console on a copy of standard error, so that a spinner turns while third parties' output is redirected."""
-    return _Console(file=_stream(os.dup(2), line_buffering=True, closefd=True), highlight=False)
+    file = _stream(os.dup(2), line_buffering=True, closefd=True)
+    console = _Console(file=file, highlight=False)
+    weakref.finalize(console, file.close)  # one that nobody closes is a ResourceWarning
+    return console
 
 
 def print_line(to: Console, line: str | Text, style: str = "") -> None:

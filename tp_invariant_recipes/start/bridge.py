@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -28,7 +29,7 @@ VERBOSE = "TPI_VERBOSE"  # environment variable: set to 1 by -v, and inherited b
 def quiet() -> Iterator[None]:
     """Discard this process's standard output and error for a block, also of C++ libraries, unless -v was given.
 
-    An exception of the block passes on unchanged.
+    So are warnings, which a program may have made errors. An exception of the block passes on unchanged.
     """
     if os.environ.get(VERBOSE) == "1":
         yield
@@ -39,7 +40,7 @@ def quiet() -> Iterator[None]:
     streams = sys.stdout, sys.stderr
     if "ipykernel" in sys.modules:  # a notebook's streams write to no descriptor
         sys.stdout, sys.stderr = (open(descriptor, "w", closefd=False) for descriptor in (1, 2))  # noqa: SIM115
-    with tempfile.TemporaryFile() as sink:
+    with tempfile.TemporaryFile() as sink, warnings.catch_warnings(action="ignore"):
         for descriptor in (1, 2):
             os.dup2(sink.fileno(), descriptor)
         try:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ def main(
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if "torch" in sys.modules and threads.isdecimal() and int(threads) > 0:
         sys.modules["torch"].set_num_threads(int(threads))
+    # A program that starts a training may have made warnings errors, as tests do; Megatron warns of itself.
+    if any(action == "error" for action, *_ in warnings.filters):
+        warnings.simplefilter("default")
     _mine = run_dir, rank_info.rank
     try:
         with _logged(run_dir, rank_info):

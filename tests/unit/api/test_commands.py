@@ -36,6 +36,7 @@ def test_a_comparison_is_a_value(ledgers, cli):
     assert different.first_difference.step == 2
     assert different.text.startswith("different at step 2: loss")
     assert f"{different}\n" == cli("compare", a, c).out
+    assert repr(different) == f"<CompareResult: {different}>"
     assert f"{different.to_json()}\n" == cli("compare", a, c, "--json").out
     assert json.loads(different.to_json()) == different.as_json()
 
@@ -82,6 +83,9 @@ def test_overrides_are_texts_mappings_and_keywords():
     read = requested(("tp=2", {"optimizer.adam_eps": 1e-7, "run.dir": Path("a b")}), {"sp": True, "seq": None})
     assert texts(read) == ("tp=2", "optimizer.adam_eps=1e-07", 'run.dir="a b"', "sp=true", "seq=null")
     assert texts(requested((), {"tp": (1, 2, 4), "ledger.dump": ["a"]})) == ("tp=1,2,4", 'ledger.dump=["a"]')
+    nested = {"optimizer": {"lr": 1e-3}, "cluster": {"environment": {"A": "b"}, "mounts": []}}
+    words = ("optimizer.lr=0.001", "cluster.environment.A=b", "cluster.mounts=[]", "model.window_size=[1, 0]")
+    assert texts(requested((nested,), {"model": {"window_size": [1, 0]}})) == words
     with pytest.raises(ConfigError, match=r"^tp=4 and tp=2 contradict each other"):
         requested(("tp=4",), {"tp": 2})
 

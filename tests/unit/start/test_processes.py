@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from types import ModuleType
 
 import pytest
@@ -148,6 +149,12 @@ def test_while_bridge_is_imported_the_driver_says_what_a_gpu_can_do(monkeypatch)
             torch.cuda.get_device_capability()
     assert torch.cuda.get_device_capability is original
     assert not torch.cuda.is_initialized()
+
+
+def test_a_warning_of_an_import_is_no_error_where_warnings_are(monkeypatch):
+    monkeypatch.delenv(bridge.VERBOSE, raising=False)
+    with warnings.catch_warnings(action="error"), bridge.quiet():
+        warnings.warn("Apex is not installed", stacklevel=1)
 
 
 def _child(function, go, pipe):

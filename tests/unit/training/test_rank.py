@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 import weakref
 from contextlib import suppress
 from types import SimpleNamespace
@@ -69,6 +70,18 @@ def test_spawned_ranks_find_what_the_launcher_gives_them(monkeypatch, tmp_path):
     outcome = ranks.run(RunDir(tmp_path), "gpu", infos, lambda: None, ranks.Stop(), rank_fn=_write_started)
     assert outcome is ranks.Outcome.COMPLETED
     assert {file.name for file in tmp_path.glob("started*")} == {"started0"}
+
+
+def _warn(run_dir, rank_info):
+    warnings.warn("it is experimental", stacklevel=1)
+
+
+def test_warnings_of_megatron_fail_no_rank_of_a_program_for_which_they_are_errors(tmp_path):
+    infos = [rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (1,))]
+    with warnings.catch_warnings(action="error"):
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # threads of this process
+        outcome = ranks.run(RunDir(tmp_path), "cpu", infos, lambda: None, ranks.Stop(), rank_fn=_warn)
+    assert outcome is ranks.Outcome.COMPLETED
 
 
 def _wrapped(code: int) -> RuntimeError:
