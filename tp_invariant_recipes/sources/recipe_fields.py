@@ -2,7 +2,7 @@
 """What a section of a recipe says, as a tree can hold it: plain values, which the type of a field turns into the same.
 
 A tree holds text, numbers, lists and mappings. An object without a name by which another process could import it, such
-as a lambda, is none of these.
+as a lambda, is none of these. tpi refuses what it has no place for: other classes, and attributes that are no field.
 """
 
 from __future__ import annotations
@@ -12,17 +12,59 @@ import functools
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.settings import low_precision, schema
 from tp_invariant_recipes.settings.keys import nearest
 from tp_invariant_recipes.settings.values import WrongType, convert, named
 from tp_invariant_recipes.sources import recipe_source
 
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
 NAMED_PRECISION = "bf16_mixed"
 MISSING = object()
 _HOOKS = ("_pre_wrap_hooks", "_post_wrap_hooks")
 _UNSET: tuple[Any, ...] = (None, [], {}, ())
+
+_TOKENS = ("bos_token_id", "eos_token_id")
+# Attributes that recipes and models set and that are no field: Bridge's scheduler takes both from `optimizer`; nobody
+# reads the others.
+UNREAD = {"scheduler.max_lr", "scheduler.min_lr", *(f"model.{n}" for n in ("moe_a2a_overlap", *_TOKENS))}
+# A class of Bridge -> attributes that its recipes and models set beside its fields.
+_OF_QWEN = {f"model.{name}" for name in ("head_dim", "hf_text_config", "audio_token_id", "moe_a2a_overlap")}
+OF_BRIDGE = {
+    "SchedulerConfig": UNREAD,
+    "OptimizerConfig": {"optimizer.offload_optimizer_states"},
+    "GPTModelProvider": {
+        *(f"model.{name}" for name in ("moe_a2a_overlap", *_TOKENS)),
+        *(f"model.rope_scaling_{name}" for name in ("low_freq_factor", "high_freq_factor")),  # unread
+        "model.rope_scaling_original_max_position_embeddings",
+    },
+    "MLAModelProvider": {
+        f"model.{name}"
+        for name in (
+            *("actual_vocab_size", "apply_dsa_kernel_fusion", "cp_partition_mode", "csa_compress_ratios"),
+            *("csa_compress_rotary_base", "csa_window_size", "enable_hyper_connections", "fp8_param_gather"),
+            *("mhc_sinkhorn_iterations", "moe_a2a_overlap", "moe_n_hash_layers", "mtp_eval_in_bf16", "norm_topk_prob"),
+            *("num_residual_streams", "o_groups", "o_lora_rank", "use_fused_mhc"),
+        )
+    },
+    **dict.fromkeys(
+        ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider", "Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"),
+        _OF_QWEN,
+    ),
+}
+# Classes that Bridge has in a section's place, and why tpi takes none of them.
+NOT_HERE = {
+    "DoRA": ": DoRA divides by norms of W + BA, sums over features that tp cuts",
+    "CanonicalLoRA": ": its adapters of queries, keys and values are none of the layers that tpi knows",
+    "DirectHFSFTDatasetConfig": ": it downloads its examples; a GPTSFTDatasetConfig with dataset.dataset_root",
+}
+# A word in the name of a model's field -> what the model takes beside text.
+MODALITIES = {"vision": "images", "audio": "audio"}
+# What a checked ConfigContainer has besides sections.
+OTHER_FIELDS = {"env_vars", "mixed_precision", "optimizer_config_override_provider", "_checkpoint_load_required"}
 
 
 def plain_fields(values: Mapping[str, Any], cls: type, stated: Collection[str]) -> tuple[dict[str, Any], list[str]]:
@@ -56,6 +98,51 @@ def values(part: Any) -> Iterator[tuple[str, Any]]:
     }
     names |= {name: None for name in vars(part) if name[0] != "_" or (name in _HOOKS and getattr(part, name))}
     return ((name, getattr(part, name)) for name in names)
+
+
+def foreign(container: ConfigContainer) -> Iterator[str]:
+    """Yield what tpi has no place for."""
+    if not dataclasses.is_dataclass(container.model):
+        yield f"its model is {type(container.model).__name__}, which is no class of settings"
+    for name, path in schema.BRIDGE_SECTIONS.items():
+        part = getattr(container, name)
+        if path != schema.PROVIDER and part is not None:
+            yield from _other_class(container, name, part, path)
+    for path, why in unknown(container):
+        if path not in OF_BRIDGE.get(why.partition(";")[0].rpartition(" ")[2], ()):
+            yield f"{path}: {why}"
+    for field in dataclasses.fields(container):
+        if field.name not in (*schema.BRIDGE_SECTIONS, *OTHER_FIELDS) and getattr(container, field.name) is not None:
+            yield f"{field.name}: tpi has no such section"
+
+
+def _other_class(container: ConfigContainer, name: str, part: Any, path: str) -> Iterator[str]:
+    """Yield why a section of a recipe cannot be used; nothing: it has the class that tpi trains with."""
+    class_paths = (path, *([schema.SFT_DATASET] if name == "dataset" else []))
+    wanted = [schema.bridge_class(class_path) for class_path in class_paths]
+    if any(issubclass(cls, type(part)) for cls in wanted):
+        return
+    known = " and ".join(cls.__name__ for cls in wanted)
+    modalities, why = _extra_modalities(container.model), NOT_HERE.get(type(part).__name__, "")
+    if name == "dataset" and not modalities and own_data(part):
+        return
+    mismatch = f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
+    more = name == "dataset" and modalities
+    yield f"its model takes {modalities}: {mismatch}" if more else f"{mismatch}{why}"
+
+
+def own_data(dataset: Any) -> bool:
+    """Whether a dataset is of a class of the user's, which stock numerics train on as it is."""
+    from megatron.bridge.training.config import DatasetProvider
+
+    return isinstance(dataset, DatasetProvider) and not type(dataset).__module__.startswith("megatron.")
+
+
+def _extra_modalities(model: Any) -> str:
+    """Return what a model takes beside text, by the names of its fields; empty: text alone."""
+    names = [field.name for field in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
+    parts = [name for name in names if name != "is_vision_language"]  # a model's of text, too
+    return " and ".join(what for word, what in MODALITIES.items() if any(word in name.split("_") for name in parts))
 
 
 def unknown(part: Any, prefix: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, str]]:

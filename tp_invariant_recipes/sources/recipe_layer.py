@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,35 +68,7 @@ INERT_VALUES = {
     "model.attention_backend": None,
     "model.moe_flex_dispatcher_backend": None,
 }
-_TOKENS = ("bos_token_id", "eos_token_id")
-# Attributes that recipes and models set and that are no field: Bridge's scheduler takes both from `optimizer`; nobody
-# reads the others.
-UNREAD = {"scheduler.max_lr", "scheduler.min_lr", *(f"model.{n}" for n in ("moe_a2a_overlap", *_TOKENS))}
-NOT_READ = UNREAD | {"dataset.sequence_length"}  # Bridge's own copy of another field
-# A class of Bridge -> attributes that its recipes and models set beside its fields.
-_OF_QWEN = {f"model.{name}" for name in ("head_dim", "hf_text_config", "audio_token_id", "moe_a2a_overlap")}
-OF_BRIDGE = {
-    "SchedulerConfig": UNREAD,
-    "OptimizerConfig": {"optimizer.offload_optimizer_states"},
-    "GPTModelProvider": {
-        *(f"model.{name}" for name in ("moe_a2a_overlap", *_TOKENS)),
-        *(f"model.rope_scaling_{name}" for name in ("low_freq_factor", "high_freq_factor")),  # unread
-        "model.rope_scaling_original_max_position_embeddings",
-    },
-    "MLAModelProvider": {
-        f"model.{name}"
-        for name in (
-            *("actual_vocab_size", "apply_dsa_kernel_fusion", "cp_partition_mode", "csa_compress_ratios"),
-            *("csa_compress_rotary_base", "csa_window_size", "enable_hyper_connections", "fp8_param_gather"),
-            *("mhc_sinkhorn_iterations", "moe_a2a_overlap", "moe_n_hash_layers", "mtp_eval_in_bf16", "norm_topk_prob"),
-            *("num_residual_streams", "o_groups", "o_lora_rank", "use_fused_mhc"),
-        )
-    },
-    **dict.fromkeys(
-        ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider", "Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"),
-        _OF_QWEN,
-    ),
-}
+NOT_READ = recipe_fields.UNREAD | {"dataset.sequence_length"}  # Bridge's own copy of another field
 # Earlier names of kinds of CUDA graphs, which Megatron-Core still reads: field -> its value, the kind.
 EARLIER_GRAPHS = {
     "cuda_graph_scope": (cuda_graphs.FULL, cuda_graphs.FULL),
@@ -104,16 +76,6 @@ EARLIER_GRAPHS = {
 }
 # A field of names that Bridge's recipes set to a dtype, which Megatron-Core reads as no name.
 NAMED = "moe_router_dtype"
-# Classes that Bridge has in a section's place, and why tpi takes none of them.
-NOT_HERE = {
-    "DoRA": ": DoRA divides by norms of W + BA, sums over features that tp cuts",
-    "CanonicalLoRA": ": its adapters of queries, keys and values are none of the layers that tpi knows",
-    "DirectHFSFTDatasetConfig": ": it downloads its examples; a GPTSFTDatasetConfig with dataset.dataset_root",
-}
-# A word in the name of a model's field -> what the model takes beside text.
-MODALITIES = {"vision": "images", "audio": "audio"}
-# What a checked ConfigContainer has besides sections.
-OTHER_FIELDS = {"env_vars", "mixed_precision", "optimizer_config_override_provider", "_checkpoint_load_required"}
 
 
 @dataclass(frozen=True)
@@ -211,13 +173,13 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
 
 def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, Any]:
     """kept: receives the paths of what a tree cannot hold."""
-    refuse([f"{model}: {problem}" for problem in _foreign(container)])
+    refuse([f"{model}: {problem}" for problem in recipe_fields.foreign(container)])
     layer: dict[str, Any] = {}
     of_examples = type(container.dataset) is schema.bridge_class(schema.SFT_DATASET)
     for name, path in schema.BRIDGE_SECTIONS.items():
         if (part := getattr(container, name)) is None:
             continue
-        if name == "dataset" and _own_data(part):
+        if name == "dataset" and recipe_fields.own_data(part):
             layer[name] = {}
             kept.append(name)
             continue
@@ -239,51 +201,6 @@ def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, A
         kept.append("optimizer_config_override_provider")
     layer["mixed_precision"] = recipe_fields.precision(container.mixed_precision)
     return layer
-
-
-def _foreign(container: ConfigContainer) -> Iterator[str]:
-    """Yield what tpi has no place for."""
-    if not dataclasses.is_dataclass(container.model):
-        yield f"its model is {type(container.model).__name__}, which is no class of settings"
-    for name, path in schema.BRIDGE_SECTIONS.items():
-        part = getattr(container, name)
-        if path != schema.PROVIDER and part is not None:
-            yield from _other_class(container, name, part, path)
-    for path, why in recipe_fields.unknown(container):
-        if path not in OF_BRIDGE.get(why.partition(";")[0].rpartition(" ")[2], ()):
-            yield f"{path}: {why}"
-    for field in dataclasses.fields(container):
-        if field.name not in (*schema.BRIDGE_SECTIONS, *OTHER_FIELDS) and getattr(container, field.name) is not None:
-            yield f"{field.name}: tpi has no such section"
-
-
-def _other_class(container: ConfigContainer, name: str, part: Any, path: str) -> Iterator[str]:
-    """Yield why a section of a recipe cannot be used; nothing: it has the class that tpi trains with."""
-    class_paths = (path, *([schema.SFT_DATASET] if name == "dataset" else []))
-    wanted = [schema.bridge_class(class_path) for class_path in class_paths]
-    if any(issubclass(cls, type(part)) for cls in wanted):
-        return
-    known = " and ".join(cls.__name__ for cls in wanted)
-    modalities, why = _extra_modalities(container.model), NOT_HERE.get(type(part).__name__, "")
-    if name == "dataset" and not modalities and _own_data(part):
-        return
-    mismatch = f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
-    more = name == "dataset" and modalities
-    yield f"its model takes {modalities}: {mismatch}" if more else f"{mismatch}{why}"
-
-
-def _own_data(dataset: Any) -> bool:
-    """Whether a dataset is of a class of the user's, which stock numerics train on as it is."""
-    from megatron.bridge.training.config import DatasetProvider
-
-    return isinstance(dataset, DatasetProvider) and not type(dataset).__module__.startswith("megatron.")
-
-
-def _extra_modalities(model: Any) -> str:
-    """Return what a model takes beside text, by the names of its fields; empty: text alone."""
-    names = [field.name for field in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
-    parts = [name for name in names if name != "is_vision_language"]  # a model's of text, too
-    return " and ".join(what for word, what in MODALITIES.items() if any(word in name.split("_") for name in parts))
 
 
 @functools.cache

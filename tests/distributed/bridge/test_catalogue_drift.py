@@ -25,7 +25,7 @@ from tp_invariant_recipes.settings import field_table, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import OWN_KEYS
 from tp_invariant_recipes.settings.values import WrongType, convert, describe
-from tp_invariant_recipes.sources import recipe_layer
+from tp_invariant_recipes.sources import recipe_fields
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -34,7 +34,7 @@ SET_BY_CONF = {"ddp": {"grad_reduce_in_fp32"}, "dataset": {"reset_position_ids",
 # Fields without a default.
 REQUIRED = {"comm_overlap": {"tp_comm_overlap": False}, "dataset": {"random_seed": 1, "seq_length": 32}}
 # What else a container has. `mixed_precision` is one name, and a table has the fields of `model`.
-OTHER_SECTIONS = {"model", "mixed_precision", *recipe_layer.OTHER_FIELDS}
+OTHER_SECTIONS = {"model", "mixed_precision", *recipe_fields.OTHER_FIELDS}
 
 
 def classes(section: str) -> list[type]:

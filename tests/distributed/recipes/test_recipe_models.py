@@ -21,7 +21,7 @@ from tp_invariant_recipes.config.fingerprint import fingerprint
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.settings import run_config, schema
-from tp_invariant_recipes.sources import recipe_layer, recipe_source
+from tp_invariant_recipes.sources import recipe_fields, recipe_source
 
 pytestmark = pytest.mark.usefixtures("families")
 
@@ -167,7 +167,7 @@ def test_the_page_counts_the_recipes_of_bridge(bridge):
 def test_a_model_of_images_or_sound_is_named():
     text, both = ("hidden_size", "is_vision_language", "hf_model_revision"), ("freeze_vision_model", "audio_config")
     models = [make_dataclass("Model", [(name, int, 0) for name in names])() for names in (text, both)]
-    assert [*map(recipe_layer._extra_modalities, models)] == ["", "images and audio"]
+    assert [*map(recipe_fields._extra_modalities, models)] == ["", "images and audio"]
 
 
 @pytest.mark.release
@@ -274,7 +274,7 @@ def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
     assert "mlflow_description" not in tree["logger"]
     assert "max_lr" not in tree["scheduler"]
     fields = schema.fields(schema.bridge_class(schema.BRIDGE_SECTIONS["scheduler"]))
-    assert not {path.partition(".")[2] for path in recipe_layer.UNREAD} & fields.keys()
+    assert not {path.partition(".")[2] for path in recipe_fields.UNREAD} & fields.keys()
 
 
 @pytest.mark.release
