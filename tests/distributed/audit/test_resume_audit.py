@@ -55,22 +55,10 @@ def adam(context):
     return context.optimizer.chained_optimizers[0].optimizer.state.values()
 
 
-def forget_moments(context):
-    for state in adam(context):
-        state["exp_avg"].zero_()
-
-
 def forget_bias(context):
     for module in context.model[0].modules():
         if hasattr(module, "expert_bias"):
             module.expert_bias.zero_()
-
-
-def forget_mamba(context):
-    from tp_invariant_recipes.observe.shards import unwrapped
-
-    parameters = dict(unwrapped(context.model[0]).named_parameters())
-    next(value for name, value in parameters.items() if name.endswith("A_log")).data.add_(1)
 
 
 def draw(context):
@@ -79,8 +67,8 @@ def draw(context):
     torch.rand(1)
 
 
+# Moments and the weights of Mamba layers: test_every_state_that_a_training_has_is_named_when_it_is_lost.
 LOST = (
-    (DENSE, before_first_step(forget_moments), "(optimizer moments) starts at 0"),
     (DENSE, before_first_step(lambda context: setattr(context.scheduler, "num_steps", 0)),
      "differs: num_steps (scheduler) starts at 0 instead of 4: learning rate differs from step 4"),
     ((*DENSE, "model.hidden_dropout=0.1"), before_first_step(draw),
@@ -93,7 +81,6 @@ LOST = (
     ((*DENSE, "checkpoint.load_optim=false"), lambda: None,
      "differs: embedding.word_embeddings.weight (fp32 master weights) was not restored (and 42 more states): learning "
      "rate differs from step 3"),
-    (MAMBA, before_first_step(forget_mamba), "A_log (weights) was not restored"),
     ((*DENSE, "patches.off=[bridge-resume-rng]"), lambda: None,
      "differs: torch (RNG states) was not restored: steps 3 to 4 are bitwise identical all the same\n"
      "known: a resumed run draws the seed of its data loader"),

@@ -40,7 +40,7 @@ def test_layouts_batches_chunks_and_orders_have_one_file(shared, trained):
     assert sorted((shared.folder / f"{trained}.turned").read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
-@pytest.mark.parametrize("layout", ("tp=1", "tp=2"))
+@pytest.mark.parametrize("layout", (pytest.param("tp=1", marks=pytest.mark.release), "tp=2"))
 def test_scores_have_the_same_bits(shared, trained, layout):
     words = (trained, "--against", f"{trained}.jsonl", "device=cpu", layout, "--out", f"{trained}.{layout}")
     assert "0 differences by bits; of the whole vocabulary, digests of 0 of" in shared("score", *words, status=0).stdout
