@@ -154,7 +154,6 @@ class JobScript:
 class PlannedSubmission:
     """A submission before it is made.
 
-    kind:     "train" or "verify".
     about:    a few words about the nodes and ranks that it needs. allocated: the same as numbers.
     memory:   a line about the fullest rank of its largest run.
     cells:    of a verify, by name, in the order of the array's tasks; empty for a single run.
@@ -169,16 +168,15 @@ class PlannedSubmission:
     completed: why there is nothing to submit: the run has all its steps; None: there is.
     """
 
-    kind: str
     model: str
     about: str
     allocated: Allocation
     memory: str
     directory: RunDir
-    cells: tuple[str, ...]
     scripts: tuple[JobScript, ...]
-    validate: Callable[[], str | None]
-    write: Callable[[], None]
+    cells: tuple[str, ...] = ()
+    validate: Callable[[], str | None] = lambda: None
+    write: Callable[[], None] = lambda: None
     after: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     omitted: tuple[Omission, ...] = ()
@@ -232,8 +230,8 @@ class PlannedSubmission:
         }
 
     def _common(self) -> dict[str, Any]:
-        path = str(self.directory.path)
-        return {"schema": registry.SCHEMA, "kind": self.kind, "model": self.model, "directory": path}
+        kind, path = "verify" if self.cells else "train", str(self.directory.path)
+        return {"schema": registry.SCHEMA, "kind": kind, "model": self.model, "directory": path}
 
 
 def check(submission: PlannedSubmission) -> str | None:

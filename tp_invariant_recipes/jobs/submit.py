@@ -112,16 +112,12 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
     job = script.training(config, allocated, name=f"tpi-{where.path.name}", about=about, log=log)
     text = script.train(job, config, model, _run_overrides(composed), where.path)
     return PlannedSubmission(
-        kind=registry.TRAIN,
         model=model,
         about=about,
         allocated=allocated,
         memory=available_memory.summary(config, here=False),
         directory=where,
-        cells=(),
         scripts=(JobScript(registry.TRAIN, where.script, text),),
-        validate=lambda: None,
-        write=lambda: None,
         after=_ids(after),
         unseen=tuple(lines(job_rules.unseen(config))),
         warnings=_warnings({"": config}),
@@ -173,7 +169,6 @@ def several(
     fullest = max(configs.values(), key=lambda config: estimate(config).rank)
     about = f"{model}: an array of {len(configs)} configurations, {allocated} at most"
     return PlannedSubmission(
-        kind="verify",
         model=model,
         about=about,
         allocated=allocated,

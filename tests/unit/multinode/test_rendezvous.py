@@ -5,13 +5,15 @@ import os
 import socket
 import stat
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch.ranks import Failure, Stop
+from tp_invariant_recipes.launch.ranks import Failure, Outcome, RankFailed, Stop
 from tp_invariant_recipes.ledger.run_files import Restart
 from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
@@ -175,7 +177,7 @@ def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monk
 
 def test_a_node_that_waits_for_the_end_of_the_run_sees_it_between_two_looks(first, tmp_path, monkeypatch):
     stopped = Stop(requests=1)
-    second = rendezvous.Rendezvous(SECOND, tmp_path / "run", stopped, 5)
+    second = rendezvous.Rendezvous(SECOND, tmp_path / "run", stopped, 60)
     over, get = rendezvous.Over("stopped"), second.get
 
     def get_late(key: str) -> object:
@@ -206,3 +208,13 @@ def test_of_several_nodes_that_fail_the_cause_is_named(first, tmp_path, failures
     error = agent._first_cause(first, RunDir(tmp_path / "run"), rendezvous.PeerFailed())
     assert str(error) == f"of {named}\n(on {named})"
     assert error.failure.hardware is (named == "n2")
+
+
+def test_a_failure_of_another_node_that_comes_with_its_end_is_no_success(first, tmp_path, monkeypatch):
+    monkeypatch.setattr(agent, "_run_ranks", lambda *_: Outcome.COMPLETED)
+    first.others = [1]
+    first.set("ended/0")
+    first.set("ended/1", Failure("of n1", 1.0, node="n1"))
+    task = SimpleNamespace(watch=lambda planned: nullcontext(lambda: None))
+    with pytest.raises(RankFailed, match="of n1"):
+        agent._train(first, task, SimpleNamespace(run_dir=RunDir(tmp_path / "run")), None)
