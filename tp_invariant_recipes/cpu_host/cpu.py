@@ -114,10 +114,28 @@ def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _discarding(original: Callable) -> Callable:
+    """Empty outputs that are computed again. What NumPy has read cannot be resized, and gets bytes of NaN."""
+
+    @wraps(original)
+    def discard(self: Any, hook_tensor: torch.Tensor) -> None:
+        outputs = self.outputs
+        self.outputs = tuple(output for output in outputs if output.untyped_storage().resizable())
+        for output in outputs:
+            if not output.untyped_storage().resizable():
+                output.untyped_storage().fill_(0xFF)
+        original(self, hook_tensor)
+        self.outputs = outputs
+
+    return discard
+
+
 def _fill_storage(emptied: torch.Tensor, recomputed: torch.Tensor) -> None:
     """Give the storage of an emptied tensor, whatever views it has, the bytes of another one of its size."""
-    values = recomputed.untyped_storage()
-    emptied.untyped_storage().resize_(values.nbytes()).copy_(values)
+    values, storage = recomputed.untyped_storage(), emptied.untyped_storage()
+    if storage.resizable():
+        storage.resize_(values.nbytes())
+    storage.copy_(values)
 
 
 def _from(path: str) -> Callable[[Any], Any]:
@@ -176,6 +194,11 @@ MEGATRON = (
         "megatron.core.tensor_parallel.random:_get_share_storage",
         _always(_fill_storage),
         "Megatron saves a copy by a C++ extension, which a CPU would compile for a minute in the first backward pass",
+    ),
+    Replacement(
+        "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute",
+        _discarding,
+        "kernels of numba and digests read tensors as NumPy arrays, whose memory torch cannot resize",
     ),
     *layers.NORM,
     Replacement("megatron.core.transformer.transformer_block:LayerNormImpl", _from(_LOCAL_NORM),
