@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tp_invariant_recipes.api.commands import audit, bisect, certify, compare, score, train, verify
     from tp_invariant_recipes.api.megatron import pretrain, recipe
-    from tp_invariant_recipes.errors import TpiError
+    from tp_invariant_recipes.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        HardwareFault,
+        Interrupted,
+        LedgerError,
+        RunError,
+        TpiError,
+    )
     from tp_invariant_recipes.features.rollouts.engine import Engine
     from tp_invariant_recipes.features.rollouts.requests import Completion, Request, Sampling
     from tp_invariant_recipes.ledger.view import Ledger
@@ -30,14 +39,17 @@ _HOME = {
     "Ledger": "ledger.view",
     "Run": "runs.run",
     **dict.fromkeys(("pretrain", "recipe"), "api.megatron"),
-    "TpiError": "errors",
+    **dict.fromkeys(
+        ("CheckpointError", "ConfigError", "DataError", "HardwareFault", "Interrupted", "LedgerError", "RunError",
+         "TpiError"), "errors"),
     "Engine": "features.rollouts.engine",
     **dict.fromkeys(("Completion", "Request", "Sampling"), "features.rollouts.requests"),
     "LedgerCallback": "observe.ledger_callback",
     "invariant": "patch_mode",
-}
+}  # fmt: skip
 __all__ = [
-    "Completion", "Engine", "Ledger", "LedgerCallback", "Request", "Run", "Sampling", "TpiError", "audit", "bisect",
+    "CheckpointError", "Completion", "ConfigError", "DataError", "Engine", "HardwareFault", "Interrupted", "Ledger",
+    "LedgerCallback", "LedgerError", "Request", "Run", "RunError", "Sampling", "TpiError", "audit", "bisect",
     "certify", "compare", "invariant", "pretrain", "recipe", "score", "train", "verify",
 ]  # fmt: skip
 

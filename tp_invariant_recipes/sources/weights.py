@@ -227,7 +227,7 @@ def _model_type(folder: Path) -> str:
 
 
 def _class(folder: Path) -> Any:
-    """Bridge is loaded (start/bridge.py). Of its families, only the folder's is imported: all take ten seconds more."""
+    """Bridge is loaded (start/bridge.py). Of its families, only the folder's is imported: all take 2 s more."""
     with lazy_imports.in_parts("megatron.bridge"):
         import_module(f"{MODELS}.{PACKAGES[_model_type(folder)]}")
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge

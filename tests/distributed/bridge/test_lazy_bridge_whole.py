@@ -95,7 +95,9 @@ COMPILER = """
 import sys, torch
 from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.start import bridge, lazy_imports
+compile = torch.compile
 bridge.load()
+assert torch.compile is compile
 import torch._dynamo
 waiting = lambda: [lazy_imports.waits("torch._dynamo"), "sympy" not in sys.modules]
 

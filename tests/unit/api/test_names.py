@@ -12,6 +12,7 @@ import pytest
 
 import tp_invariant_recipes as tpi
 from tests.source_trees import PROJECT
+from tp_invariant_recipes import errors
 
 USER = Path(__file__).with_name("user_program.py")
 # As the project's own: neither is typed, and both are large.
@@ -49,6 +50,8 @@ def test_every_name_has_a_home():
     assert {name: f"tp_invariant_recipes.{home}" for name, home in tpi._HOME.items()} == typed
     for name in {*tpi.__all__} - {"LedgerCallback"}:  # whose base is Bridge's
         assert getattr(tpi, name).__doc__, name
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, tpi.TpiError)}
+    assert kinds == {name for name, home in tpi._HOME.items() if home == "errors"}
     with pytest.raises(AttributeError, match="compere"):
         _ = tpi.compere
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packages and torch.compile that wait to be used, shown with a small package; whole: test_lazy_bridge_whole.py."""
 
-import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -172,24 +171,3 @@ def test_a_compiled_function_contains_those_it_calls():
         return graphs
 
     assert graphs_of(at_the_first_call(torch.compile)) == graphs_of(torch.compile) == [["mul", "add"]]
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("eager", ("0", "1"))
-def test_bridge_does_not_import_the_compiler(eager, monkeypatch):
-    monkeypatch.setenv(lazy_imports.EAGER, eager)
-    program = """
-import sys, torch
-from tp_invariant_recipes.start import bridge
-compile = torch.compile
-bridge.load()
-assert torch.compile is compile
-print("torch._inductor.compile_fx" in sys.modules)
-from megatron.core.fusions.fused_bias_swiglu import swiglu
-x = torch.ones(2, 8)
-print(torch.equal(swiglu(x), torch.nn.functional.silu(x[:, :4]) * x[:, 4:]))
-print("torch._inductor.compile_fx" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split()[:1] == [str(eager == "1")], done.stderr
-    assert done.stdout.split()[-1:] == ["True"], done.stderr
