@@ -74,21 +74,28 @@ def compose(
     Raises ConfigError listing every problem that can be found without building the model.
     """
     requested = parse_all(overrides)
+    recipe: recipe_layer.RecipeAnswer | None = None
+    unknown: Sequence[str] = ()
     if recipe_source.is_recipe(model):
         model = recipe_source.absolute(model) or model
         if not recipe_process.serves():
             recipe_layer.read_recipe.cache_clear()  # its file may have changed since
+        try:
+            recipe = read_recipe(model, requested)
+        except ConfigError as error:
+            unknown = error.problems
+    elif model not in (models := conf_files.options("model")):
+        first = f"; the model comes first: MODEL {model}" if "=" in model else nearest(model, models)
+        unknown = [_folder(model) or f"unknown model '{model}'{first or '; tpi models lists all'}"]
     defaults = [parse(f"{group}={it}") for group, it in {"device": device, "numerics": numerics}.items() if it]
-    problems = conf_files.problems()
-    known = _is_known(model, requested, problems)
-    problems += of_two_keys(requested)
+    problems = [*conf_files.problems(), *unknown, *of_two_keys(requested)]
     sound = sound_overrides(model, requested, problems)
     sound += [default for default in defaults if not any(o.path == default.path for o in sound)]
-    if not known:
+    if unknown:
         raise ConfigError(listed(problems), problems)
-    composed, typed = _typed(model, sound, problems)
+    composed, typed = _typed(model, sound, problems, recipe)
     try:
-        eager = _adjusted(model, typed, composed)
+        eager = _adjusted(recipe, typed, composed)
         problems += lines(check(eager))
         paths = [override.path for override in typed]
         of_typed = (relations.unpadded, typed_rules.idle, typed_rules.unknown)
@@ -98,33 +105,16 @@ def compose(
         if OR_STOCK in problems and {*lines(check(RunConfig(stock)))} - {*problems}:
             problems.remove(OR_STOCK)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if not recipe_source.is_recipe(model):
+        if recipe is None:
             raise
         problems.append(
             f"{model}: unsupported recipe: it lacks a field that tpi's rules need ({type(error).__name__}: {error}); "
             f"tpi does not cover this recipe"
         )
     refuse(problems)
-    if not graph_choice.decides(typed, recipe=recipe_source.is_recipe(model)):
+    if not graph_choice.decides(typed, recipe=recipe is not None):
         return Composed(model, tuple(requested), eager)
-    return Composed(model, tuple(requested), *_with_graphs(model, typed, composed, eager))
-
-
-def _is_known(model: str, overrides: Sequence[Override], problems: list[str]) -> bool:
-    """Whether there is such a model, or a recipe can be read. Why not is added to `problems`."""
-    if recipe_source.is_recipe(model):
-        try:
-            read_recipe(model, overrides)
-        except ConfigError as error:
-            problems += error.problems
-            return False
-        return True
-    models = conf_files.options("model")
-    if model in models:
-        return True
-    first = f"; the model comes first: MODEL {model}" if "=" in model else nearest(model, models)
-    problems.append(_folder(model) or f"unknown model '{model}'{first or '; tpi models lists all'}")
-    return False
+    return Composed(model, tuple(requested), *_with_graphs(recipe, typed, composed, eager))
 
 
 def _folder(model: str) -> str | None:
@@ -138,12 +128,13 @@ def _folder(model: str) -> str | None:
     return weights if (Path(model) / "config.json").is_file() else None
 
 
-def _typed(model: str, sound: Sequence[Override], problems: list[str]) -> tuple[RunConfig, Sequence[Override]]:
+def _typed(
+    model: str, sound: Sequence[Override], problems: list[str], recipe: recipe_layer.RecipeAnswer | None
+) -> tuple[RunConfig, Sequence[Override]]:
     """Return the run with the values that fit their fields, and the overrides that do. Others are problems.
 
     Raises ConfigError where files put into a section of Bridge's what no rule can judge.
     """
-    recipe = read_recipe(model, sound) if recipe_source.is_recipe(model) else None
     cluster = next(iter(cluster_files(sound)), None)
     try:
         tree = hydra_tree.merged(_options(model, sound, recipe), cluster, recipe.text if recipe else None)
@@ -236,7 +227,9 @@ def _completed(config: RunConfig, recipe: recipe_layer.RecipeAnswer | None) -> R
     return RunConfig({**config.sections, "model": recipe_layer.without_defaults(config.model, recipe)})
 
 
-def _with_graphs(model: str, typed: Sequence[Override], composed: RunConfig, eager: RunConfig) -> tuple[RunConfig, str]:
+def _with_graphs(
+    recipe: recipe_layer.RecipeAnswer | None, typed: Sequence[Override], composed: RunConfig, eager: RunConfig
+) -> tuple[RunConfig, str]:
     """Return the run with the first kind of CUDA graphs that it allows, and which that is.
 
     composed: without graphs, as Hydra has it. eager: the same, adjusted.
@@ -245,11 +238,10 @@ def _with_graphs(model: str, typed: Sequence[Override], composed: RunConfig, eag
     if why is None:
         refused: list[str] = []
         unwanted: list[str] = []
-        recipe = read_recipe(model, typed) if recipe_source.is_recipe(model) else None
         decided = {path for override in typed if override.path != graph_choice.GROUP for path in _types(override)}
         for option in graph_choice.OPTIONS:
             captured = graph_choice.captured(composed, option, decided | hydra_tree.paths_in_files(typed))
-            config = _adjusted(model, typed, _completed(captured, recipe))
+            config = _adjusted(recipe, typed, _completed(captured, recipe))
             wrong = lines(check(config))
             beyond = graph_choice.beyond(config, option)
             if not wrong and not beyond:
@@ -263,11 +255,10 @@ def _with_graphs(model: str, typed: Sequence[Override], composed: RunConfig, eag
     return eager, f"{graph_choice.OFF}: {why}"
 
 
-def _adjusted(model: str, typed: Sequence[Override], config: RunConfig) -> RunConfig:
+def _adjusted(recipe: recipe_layer.RecipeAnswer | None, typed: Sequence[Override], config: RunConfig) -> RunConfig:
     """Return the run of a recipe with what the invariant numerics set otherwise (config/adjusted.py)."""
-    if not (recipe_source.is_recipe(model) and config.numerics.invariant and config.numerics.adjust):
+    if recipe is None or not (config.numerics.invariant and config.numerics.adjust):
         return config
-    recipe = read_recipe(model, typed)
     paths = {path for override in typed for path in _types(override)}
     config, changes = adjusted.adjust(config, paths, recipe.variables, recipe.preset)
     return RunConfig({**config.sections, "recipe": {**config.section("recipe"), "adjusted": changes}})

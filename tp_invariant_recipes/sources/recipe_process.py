@@ -68,8 +68,7 @@ def ask(model: str, make: Callable[[], Any], *question: Any, hf_folder: str | No
     """
     if serves():
         return make()
-    of_bridge = str(recipe_source.parse(model).module).partition(".")[0] == "megatron"
-    key = _key(model, question, hf_folder) if of_bridge else None
+    key = _key(model, question, hf_folder) if recipe_source.of_bridge(model) else None
     if key is not None:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             stored = cache.find(f"{FOLDER}/{key}")

@@ -184,6 +184,11 @@ def _text(model: str, file: Path) -> bytes:
         raise ConfigError(f"{model}: cannot read {file}: {reason(error)}") from error
 
 
+def of_bridge(model: str) -> bool:
+    """Whether a recipe is one of Bridge's. Raises ConfigError as `parse`."""
+    return str(parse(model).module).partition(".")[0] == "megatron"
+
+
 def find(model: str) -> Callable[..., Any]:
     """Return the function that `recipe=…` names. Imports Bridge, and the module or runs the file.
 

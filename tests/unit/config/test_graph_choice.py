@@ -110,7 +110,7 @@ NAMED = {"qwen3_0p6b": "rng.te_rng_tracker=false", "qwen3_moe_toy": "numerics=st
 def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
     """Hydra composes a named option, and not one that tpi chooses."""
     auto, named = (
-        _typed(model, parse_all([override, "device=gpu", f"cuda_graph={it}"]), [])[0] for it in ("auto", option)
+        _typed(model, parse_all([override, "device=gpu", f"cuda_graph={it}"]), [], None)[0] for it in ("auto", option)
     )
     typed = {path.path for path in parse_all([override])}
     assert complete(graph_choice.captured(auto, option, typed)).sections == named.sections
