@@ -117,7 +117,7 @@ def test_nodes_of_the_user_join_by_a_secret_that_no_other_can_read(first, tmp_pa
     RunDir(tmp_path / "run").lock.unlink()
     second = rendezvous.Rendezvous(SECOND, tmp_path / "run", Stop(), 5)
     second.set("alive/1", 3)
-    assert first.get("alive/1") == 3
+    assert first.wait("alive/1", 20) == 3
     first.set("next", 77)
     assert second.wait("next", 5) == 77
 
@@ -189,7 +189,7 @@ def test_a_node_that_waits_for_the_end_of_the_run_sees_it_between_two_looks(firs
 
     monkeypatch.setattr(second, "get", get_late)
     assert agent._run_other_node(second, None) == over
-    assert first.get("left/1") is True
+    assert first.wait("left/1", 20) is True  # a store does not confirm what it is told
 
 
 # Failures of three nodes: when each began, whether hardware is broken -> the node that is named.
