@@ -69,7 +69,7 @@ class Guard(AroundOptimizerStep):
         self._draw = random.Random(seed)
         self._shadows = self.settings.kind == SHADOW
         self._shadow: Shadow | None = None
-        self._judge: Judge | None = None
+        self._judging = False  # from the start of training to its end
         self._step = 0
         self._gathers_later = bool(config.section("ddp").get("overlap_param_gather"))
         self._captures = cuda_graphs.requested(config.model)
@@ -85,7 +85,7 @@ class Guard(AroundOptimizerStep):
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn what this rank holds, and who the others are."""
         self._model, self._start = context.model, context.state.train_state.step
-        self._judge = Judge()
+        self._judge, self._judging = Judge(), True
         require_definition(next(context.model[0].parameters()).device)
         shards, state = Shards(context.model), OptimizerState(context.optimizer)
         names = {part.owner: part.name for part in shards.parts if part.owner.requires_grad}
@@ -119,15 +119,14 @@ class Guard(AroundOptimizerStep):
         if self._net is not None:
             self._net.step_ends()
         soon = self._step - self._start <= (context.state.cfg.model.cuda_graph_warmup_steps or 0) + 1
-        if self._captures and soon and self._judge is not None:
+        if self._captures and soon:
             self._judge.wait()
 
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
         """Raise HardwareFault."""
-        if self._judge is not None:
-            self._end_if_any(self._judge.decided())
-            self._judge.begin()
+        self._end_if_any(self._judge.decided())
+        self._judge.begin()
         self._products.hand_over(self._step)
         self._memory.look()
         if self._step > self._start + 1:
@@ -154,7 +153,7 @@ class Guard(AroundOptimizerStep):
 
     def cause(self) -> HardwareFault | None:
         """Return what this rank's own samples show where it fails: a NaN ends a run before ranks tell each other."""
-        if self._judge is None:
+        if not self._judging:
             return None
         if not self._captures:  # a graph that was not replayed has filled no sample
             self._products.hand_over(self._step)
@@ -169,13 +168,13 @@ class Guard(AroundOptimizerStep):
         self._sampler.samples, self._sampler.fixed = [], []
         if self._net is not None:
             self._net.close()
-        if self._judge is not None:
+        if self._judging:
             print(
                 f"guard: {self._judge.count} checks, {len(self._judge.findings)} of them detected silent "
                 f"data corruption; digests of {self._net.messages if self._net else 0} messages"
             )
             self._judge.close()
-            self._judge = None
+        self._judging = False
 
     def trusted(self, step: int) -> int:
         """Return the last step whose checkpoint is trusted after a fault at a step.
@@ -197,7 +196,6 @@ class Guard(AroundOptimizerStep):
         self._memory.look()
         if self._step > self._start:
             self._replicas.compare(self._step, range(TURNS))
-        assert self._judge is not None
         self._end_if_any(self._judge.wait())
 
     def _end_if_any(self, findings: Sequence[SilentDataCorruption]) -> None:
@@ -211,7 +209,7 @@ class Guard(AroundOptimizerStep):
         unbalanced, found = counts.tolist()
         if unbalanced and self._net is not None and (corrupted := self._net.unlike(self._gloo)) is not None:
             self._end_run([corrupted])
-        if found and self._judge is not None:
+        if found:
             self._end_run(self._judge.wait())
 
     def _judge_pairs(self, pairs: list[ReplicaPair], recompute: Recompute) -> None:
@@ -227,7 +225,6 @@ class Guard(AroundOptimizerStep):
         self._sampler.everything = True
         first = narrowed(first, recompute(in_one_launch=False), group, "its own recomputation, which differs")
         self._products.hand_over(self._step)
-        assert self._judge is not None
         self._end_run([finding for finding in self._judge.wait() if len(finding.ranks) == 1])
         suspicion = earliest(first)
         assert suspicion is not None
