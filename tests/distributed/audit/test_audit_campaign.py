@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tpi audit --all`: what a refusal leaves, what a cell becomes, and in which order."""
 
+import itertools
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ from unittest import mock
 import pytest
 
 from tests.distributed import audit_bugs
-from tp_invariant_recipes.errors import ConfigError, Interrupted
+from tp_invariant_recipes.check.hosts import machine
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError
 from tp_invariant_recipes.features.audit import campaign, configurations
 from tp_invariant_recipes.features.audit.configurations import Configurations
 from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, AuditRun
@@ -266,6 +268,15 @@ def test_bridges_refusal_of_a_typed_override_beside_a_setting_is_its_own(here):
     assert (refused, why.partition(":")[0]) == ({fsdp}, "optimizer.use_distributed_optimizer=false")
     assert audits._allowed(frozenset(("tp=2",)))
     assert not audits._allowed(frozenset(("dp=2", fsdp)))
+
+
+def test_a_full_disk_refuses_no_configuration_and_ends_the_campaign(here, monkeypatch):
+    """Otherwise configurations are "not tried", with status 0: each refusal has another number of bytes."""
+    audits, free = begun(here), itertools.count(32 << 20, -1 << 20)
+    monkeypatch.setattr(machine, "free_bytes", lambda path: next(free))
+    with pytest.raises(RunError, match=rf"32.0 MiB free .*; then tpi audit --resume {audits.where.path}"):
+        audits._refuse(frozenset(("dp=2",)))
+    assert not audits._refused
 
 
 FEW = ("optimizer.optimizer=adam", "optimizer.use_distributed_optimizer=false", "validation.eval_iters=0")

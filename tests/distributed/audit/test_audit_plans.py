@@ -73,5 +73,5 @@ def test_a_disk_that_cannot_hold_the_recordings_is_refused_before_the_start(a_gp
     monkeypatch.setattr(audit, "free_bytes", lambda path: planned.disk)
     audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"])
     monkeypatch.setattr(audit, "free_bytes", lambda path: planned.disk - 1)
-    with pytest.raises(audit.ConfigError, match=r"records about .* GiB, and the disk of .* --dir PATH on another disk"):
+    with pytest.raises(audit.RunError, match=r"records about .* GiB, and the disk of .* --dir PATH on another disk"):
         audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"])

@@ -182,6 +182,9 @@ def _disk(start: PendingRun) -> Problem | None:
     return Problem("", f"{Path(run_dir.path).absolute()} has {sizes}", ", ".join(ways))
 
 
+DISK: Rule[PendingRun] = Rule(_disk)
+
+
 def _memory(start: PendingRun) -> list[Problem]:
     return [Problem("", text) for text in available_memory.problems(start.config, here=start.here)]
 
@@ -206,5 +209,5 @@ LAYERS: tuple[Rule[PendingRun], ...] = (
     _here(_flash),
 )  # fmt: skip
 RULES: tuple[Rule[PendingRun], ...] = (
-    *LAYERS, _here(_logging), Rule(_memory), *inputs.RULES, Rule(_disk),
+    *LAYERS, _here(_logging), Rule(_memory), *inputs.RULES, DISK,
 )  # fmt: skip

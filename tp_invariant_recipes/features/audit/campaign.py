@@ -18,6 +18,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.check.hosts import machine
 from tp_invariant_recipes.config.overrides import check_reserved, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, refuse
 from tp_invariant_recipes.features.audit import configurations, resume, script, workflow
@@ -132,12 +133,17 @@ class Campaign:
         self._refused[small] = next(iter(reasons), "an audit of it cannot be planned")
 
     def _problems(self, cell: Configuration) -> dict[str, None]:
-        """Return why Bridge, or a check of this machine, refuses a training with these settings."""
+        """Return why Bridge, or a check of this machine, refuses a training with these settings.
+
+        RunError: the disk is full, which is no property of the settings.
+        """
         try:
             with redirect_stdout(StringIO()):
                 composed = self._cells.composed([*self._cells.sizes, *self._cells.words(cell)])
                 train.check(plan.resolve(composed, RunDir(self.where.trial(self._directories))))
         except ConfigError as error:
+            if full := [problem for problem in error.problems if getattr(problem, "rule", "") == machine.DISK.name]:
+                raise RunError(f"{full[0]}; then tpi audit --resume {self.where.path}") from error
             return dict.fromkeys(error.problems)
         return {}
 

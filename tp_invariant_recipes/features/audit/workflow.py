@@ -146,7 +146,7 @@ def new(
     )
     audit = Audit(where, own, runs, references, first)
     if (free := free_bytes(where.path)) < audit.disk:
-        raise ConfigError(
+        raise RunError(  # of the machine, so that a campaign ends with it
             f"this audit records about {audit.disk / GIB:.1f} GiB, and the disk of {where.path} has "
             f"{free / GIB:.1f} GiB free; --dir PATH on another disk, or a smaller seq, gbs or model.num_layers"
         )
