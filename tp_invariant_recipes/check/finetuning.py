@@ -138,7 +138,7 @@ def _cut_off(config: RunConfig, fields: Fields) -> Problem | None:
     if all(name.endswith((*finetuning.FEED_FORWARD, *finetuning.OTHERS)) for name in finetuning.targets(fields)):
         parts += ("mlp", "moe", "shared_experts")
     wrong = ", ".join(part for part in config.model.get("recompute_modules") or () if part in parts)
-    text = "adapters train no weight before it in the first layer, and without a gradient it is not computed again"
+    text = "no adapter comes before it in the first layer, and Megatron-Core needs a gradient at its input"
     return Problem("model.recompute_modules", f"{wrong}: {text}", f"leave {wrong} out") if wrong else None
 
 

@@ -29,7 +29,7 @@ _STAGES = {
     f"{_SHORT} iters=2 gbs=4 pp=2": ("tp=1", "tp=8"),
     f"{_SHORT} iters=2 gbs=8 {FOUR_LAYERS}": (
         "tp=1", "pp=4", f"pp=2 {FIRST}", f"pp=2 {LAST}", f"pp=3 {FIRST} {LAST}", f"pp=3 {ACCOUNTED}",
-        f"tp=2 pp=2 {INTERLEAVED}",
+        f"tp=2 pp=2 {INTERLEAVED}", f"pp=2 {INTERLEAVED} model.pipeline_model_parallel_layout=Et|t|t|tL",
     ),
     f"{_SHORT} iters=2 gbs=8 {FOUR_LAYERS} {UNTIED}": (
         "tp=1", "pp=4", f"pp=2 {INTERLEAVED}", f"tp=2 pp=3 {FIRST} {LAST}",
