@@ -100,10 +100,6 @@ def _text(function: ast.FunctionDef) -> str:
     return ast.dump(function)
 
 
-if __name__ == "__main__":
-    print(fingerprint(Path(sys.argv[1]), sys.argv[2]))
-
-
 State = Literal["applies", "not needed", "refused", "off"]
 
 COMPARISONS = {">=": operator.ge, "<": operator.lt}
@@ -207,3 +203,7 @@ def within(version: str, versions: str) -> bool:
     return all(
         COMPARISONS[bound.operator](Version(version), Version(bound.version)) for bound in SpecifierSet(versions)
     )
+
+
+if __name__ == "__main__":
+    print(fingerprint(Path(sys.argv[1]), sys.argv[2]))

@@ -103,9 +103,9 @@ def gradient_of_fc1(step):
     """Another sign of the weight gradient of FC1, which no norm shows, at one step of a run with recomputation."""
 
     def plant():
-        from tp_invariant_recipes.features.train import rank as train
+        from tp_invariant_recipes.observe import recorder
 
-        original = train.recording
+        original = recorder.recording
 
         def recording(*args):
             from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
@@ -127,7 +127,7 @@ def gradient_of_fc1(step):
 
             return [*original(*args), Fault()]
 
-        train.recording = recording
+        recorder.recording = recording
 
     return plant
 

@@ -98,18 +98,17 @@ def test_models_as_json(cli):
 def machine_shown(monkeypatch):
     """Make this machine one with these GPUs and versions; with a patch of every kind."""
 
-    class Need:
-        versions = "<2"
+    class Stated(Patch):
+        """One whose name ends with its state."""
 
-        def __init__(self, state):
-            self.state = state
+        def verdict(self, off=False):
+            return PatchVerdict(self.name.removeprefix("te-"), "package 1.9")
 
-        def verdict(self, package):
-            return PatchVerdict(self.state, f"{package} 1.9")
-
-    states = ("applies", "not needed", "refused")
     link = "https://github.com/NVIDIA/TransformerEngine/issues/3051"
-    patches = tuple(Patch(state, "package", Need(state), {"os.path:join": str}, "joins", link) for state in states)
+    patches = tuple(
+        Stated(f"te-{state}", "<2", {"os.path:join": str}, "joins", upstream=link)
+        for state in ("applies", "not needed", "refused")
+    )
 
     def make(result=(), **missing):
         found = versions.pinned() | {name.replace("_", "-"): version for name, version in missing.items()}
@@ -139,7 +138,7 @@ def test_doctor_names_what_is_missing_here(cli, machine_shown, visible, other, s
     ended = cli("doctor", "--json")
     rows = {row["what"]: row for row in json.loads(ended.out)}
     assert (ended.status, ended.err) == (status, "")
-    states = states | {"patch refused": "refused"} | ({} if visible else {"GPUs": "optional"})
+    states = states | {"patch te-refused": "refused"} | ({} if visible else {"GPUs": "optional"})
     assert {what: row["state"] for what, row in rows.items() if row["state"] != "ok"} == states
     assert all("make " in row["advice"] for row in rows.values() if row["state"] == "missing")
     if len(visible) == 2:
@@ -150,8 +149,8 @@ def test_doctor_shows_the_patches_with_whole_links(cli, machine_shown, monkeypat
     monkeypatch.setenv("COLUMNS", "80")
     machine_shown([H200])
     link = "https://github.com/NVIDIA/TransformerEngine/issues/3051"
-    told = f"needed by package <2; without it: joins; {link}"
-    assert f"patch refused: refused: package 1.9; {told}" in cli("doctor").out.splitlines()
+    told = f"needed by transformer-engine <2; without it: joins; {link}"
+    assert f"patch te-refused: refused: package 1.9; {told}" in cli("doctor").out.splitlines()
     machine_shown(megatron_core=None)
     assert "patch" not in cli("doctor").out
 
