@@ -124,6 +124,7 @@ print(torch._inductor.config.deterministic, torch.are_deterministic_algorithms_e
 """
 
 
+@pytest.mark.release  # it compiles twice, for 40 s
 def test_torchs_compiler_waits_until_something_is_compiled():
     """Steps on a CPU need none of it; then it leaves out what it was told not to compile, and has its option."""
     shape, steps, compiled, options = _printed(COMPILER)
