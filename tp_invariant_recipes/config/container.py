@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Bridge's ConfigContainer of a run. Importing Bridge takes 10 to 20 s, so it happens here."""
+"""Megatron-Bridge's ConfigContainer of a run. Importing Bridge takes seconds, so it happens here."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class PlannedSubmission:
 
 
 def check(submission: PlannedSubmission) -> str | None:
-    """Let Bridge validate the runs. Imports it, 10 to 20 s. Raises ConfigError.
+    """Let Bridge validate the runs. Imports it, which takes seconds. Raises ConfigError.
 
     returns: what the user should know of the runs, or why Bridge cannot validate on this machine, which may lack a
              driver or library of the nodes. They will.

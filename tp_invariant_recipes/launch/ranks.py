@@ -2,8 +2,8 @@
 """Starts ranks as processes of this machine, watches them until all have ended, and reports why one failed.
 
 Ranks are started as torchrun starts functions, through torch.multiprocessing. On a CPU they are forked from this
-process, which has imported Megatron-Bridge already: one import of 10 to 20 s for all ranks instead of one each. So are
-GPU ranks where `start/forking.py` proves that a fork of this process can use CUDA; elsewhere, and with
+process, which has imported Megatron-Bridge already: one import of some seconds for all ranks instead of one each. So
+are GPU ranks where `start/forking.py` proves that a fork of this process can use CUDA; elsewhere, and with
 TPI_FORK_GPU_RANKS=0, they are spawned.
 """
 

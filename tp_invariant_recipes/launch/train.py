@@ -66,7 +66,7 @@ def check_checkpoint(planned: Plan, node: int = 0, nodes: int = 1) -> None:
 
 
 def validate(planned: Plan, *, examples: bool = False) -> str:
-    """Let Bridge validate the run's ConfigContainer (10 to 20 s, unless the recipe has passed). Raises ConfigError.
+    """Let Bridge validate the run's ConfigContainer (seconds, unless the recipe has passed). Raises ConfigError.
 
     examples: let Bridge make tokens of the examples, too. Returns what the user should know of them.
     """

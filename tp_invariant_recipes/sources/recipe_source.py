@@ -5,7 +5,7 @@
     recipe=my_package.my_module:function   of a module that can be imported
     recipe=FILE.py:function                of a file
 
-Names are checked against a table first: an import of Bridge takes 10 to 20 s.
+Names are checked against a table first: an import of Bridge takes seconds.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _recipes(module: ModuleType) -> dict[str, Callable[..., Any]]:
 def preload(model: str) -> None:
     """Import of Bridge what the recipe imports, and nothing of the recipe's own. Raises ConfigError as `find`.
 
-    Otherwise each of its processes would, which takes 5 to 10 s.
+    Otherwise each of its processes would, which takes seconds.
     """
     source = _possible(model)
     text = _text(model, source.file).decode(errors="replace") if source.file else BRIDGE

@@ -129,7 +129,7 @@ imported_with: dict[str, str] = {}
 def load() -> None:
     """Import Bridge. Its families of models and other packages wait until somebody asks (start/lazy_imports.py).
 
-    The first call takes 5 to 10 s, later ones no time.
+    The first call takes seconds, later ones no time.
     """
     if BRIDGE in sys.modules:
         return

@@ -113,7 +113,7 @@ def _more(composed: Composed) -> int:
 
 
 def check(audit: ResumeAudit) -> None:
-    """Let Bridge validate the training. Imports Bridge, 10 to 20 s. Raises ConfigError."""
+    """Let Bridge validate the training. Imports Bridge, which takes seconds. Raises ConfigError."""
     train.check(audit.first)
 
 

@@ -185,7 +185,7 @@ def default_numerics(overrides: Sequence[Override]) -> list[str]:
 
 
 def check(audit: Audit) -> None:
-    """Let Bridge validate both trainings. Imports Bridge, 10 to 20 s. Raises ConfigError."""
+    """Let Bridge validate both trainings. Imports Bridge, which takes seconds. Raises ConfigError."""
     from tp_invariant_recipes.launch import train
 
     for planned in (audit.audited, audit.reference):

@@ -168,8 +168,10 @@ def _replanned(requested: Sweep, cell: Configuration, where: SweepDir, how: Plan
 
 
 def check(verification: Verification) -> None:
-    """Let Bridge validate every configuration. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of
-    all."""
+    """Let Bridge validate every configuration. Imports Bridge, which takes seconds.
+
+    Raises ConfigError with the problems of all.
+    """
     from tp_invariant_recipes.launch import train
 
     cell_problems = Problems()
