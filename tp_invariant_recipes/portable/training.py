@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_invariant_recipes.kernels.clipped_adam import Settings
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.portable.ieee.adam import CLIPPED, adam_numbers, adam_step
+from tp_invariant_recipes.portable.ieee.adam import CLIPPED, adam_step
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -83,9 +83,7 @@ def portable_adam(original: type) -> type:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state["step"] += 1
-            numbers = adam_numbers(
-                int(state["step"]), float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"]
-            )
+            numbers = CLIPPED.numbers(Settings(int(state["step"]), *(group[name] for name in Settings._fields[1:])))
             tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
             p, g, m, v = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
             adam_step(p, g, m, v, numbers, self._decoupled(group))
@@ -118,7 +116,7 @@ def portable_adam(original: type) -> type:
         def one_by_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, clip: float, settings: Settings) -> None:
             """Clip and step by the kernels that the launch stands for."""
             scale(0, g, [[g], [g]], clip)
-            adam_step(p, g, m, v, adam_numbers(*settings))
+            adam_step(p, g, m, v, CLIPPED.numbers(settings))
 
     PortableAdam.__name__ = original.__name__
     return PortableAdam

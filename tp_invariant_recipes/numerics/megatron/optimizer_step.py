@@ -62,12 +62,12 @@ def in_one_launch(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
                 torch.cuda.empty_cache()
             return original(self)
         clip, groups = _clips.pop(id(self))
-        adam = self.optimizer
-        for group, parameters in zip(adam.param_groups, groups, strict=True):
-            step = _count_step(adam, group)
+        adam = _as_stepped(self.optimizer)
+        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
+            step = adam.count_step(group)
             if parameters:
                 settings = Settings(step, *(group[name] for name in Settings._fields[1:]))
-                clipped_adam(parameters, clip, settings, getattr(adam, "one_launch", LIBRARY))
+                clipped_adam(parameters, clip, settings, adam.one_launch)
         return True
 
     return step_with_ready_grads
@@ -83,24 +83,43 @@ def _covers(optimizer: Any) -> bool:
         or config.log_num_zeros_in_grad
         or config.reuse_grad_buf_for_mxfp8_param_ag
         or math.isfinite(config.grad_norm_skip_threshold)
-        or not _is_adamw(optimizer.optimizer)
+        or not _as_stepped(optimizer.optimizer).is_plain_adamw()
     )
 
 
-def _is_adamw(adam: Any) -> bool:
-    if hasattr(adam, "one_launch"):
-        return adam.is_plain_adamw()
-    return type(adam).__name__ == "FusedAdam" and not (
-        adam.capturable or adam.master_weights or adam.use_decoupled_grad or not adam.adam_w_mode
-        or not all("step" in group and group["bias_correction"] for group in adam.param_groups)
-    )  # fmt: skip
+class _Library:
+    """Transformer Engine's FusedAdam as this module steps it. The optimizer of portable/training.py has these names."""
+
+    one_launch = LIBRARY
+
+    def __init__(self, adam: Any) -> None:
+        self._adam = adam
+
+    def is_plain_adamw(self) -> bool:
+        adam = self._adam
+        return type(adam).__name__ == "FusedAdam" and not (
+            adam.capturable or adam.master_weights or adam.use_decoupled_grad or not adam.adam_w_mode
+            or not all("step" in group and group["bias_correction"] for group in adam.param_groups)
+        )  # fmt: skip
+
+    def count_step(self, group: dict[str, Any]) -> int:
+        group["step"] += 1
+        return group["step"]
+
+    def one_by_one(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor, clip: float, settings: Settings) -> None:
+        from megatron.core.optimizer.optimizer import multi_tensor_applier, multi_tensor_scale_impl
+
+        skipped, adam = torch.zeros(1, dtype=torch.int, device=p.device), self._adam
+        if clip < 1.0:
+            multi_tensor_applier(multi_tensor_scale_impl, skipped, [[g], [g]], clip)
+        step, lr, betas, eps, decay = settings
+        multi_tensor_applier(
+            adam.multi_tensor_adam, skipped, [[g], [p], [m], [v]], lr, *betas, eps, step, adam.adam_w_mode, 1, decay
+        )
 
 
-def _count_step(adam: Any, group: dict[str, Any]) -> int:
-    if hasattr(adam, "one_launch"):
-        return adam.count_step(group)
-    group["step"] += 1
-    return group["step"]
+def _as_stepped(adam: Any) -> Any:
+    return adam if hasattr(adam, "one_launch") else _Library(adam)
 
 
 def _tensors(optimizer: Any) -> list[list[Parameter]] | None:
@@ -142,21 +161,8 @@ def _trial(adam: Any, device: torch.device) -> bool:
     v.abs_()
     ours, copy = [x.clone() for x in (p, g, m, v)], torch.empty_like(p, dtype=torch.bfloat16)
     for settings, clip in TRIALS:
-        clipped_adam([(*ours, copy)], clip, settings, getattr(adam, "one_launch", LIBRARY))
-        if hasattr(adam, "one_launch"):
-            adam.one_by_one(p, g, m, v, clip, settings)
-        else:
-            _by_the_library(adam, p, g, m, v, clip, settings)
+        clipped_adam([(*ours, copy)], clip, settings, _as_stepped(adam).one_launch)
+        _as_stepped(adam).one_by_one(p, g, m, v, clip, settings)
         if not all(map(same_bits, (*ours, copy), (p, g, m, v, p.bfloat16()))):
             return False
     return True
-
-
-def _by_the_library(adam: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, clip: float, settings: Settings) -> None:
-    from megatron.core.optimizer.optimizer import multi_tensor_applier, multi_tensor_scale_impl
-
-    skipped = torch.zeros(1, dtype=torch.int, device=p.device)
-    if clip < 1.0:
-        multi_tensor_applier(multi_tensor_scale_impl, skipped, [[g], [g]], clip)
-    numbers = settings.lr, *settings.betas, settings.eps, settings.step, adam.adam_w_mode, 1, settings.weight_decay
-    multi_tensor_applier(adam.multi_tensor_adam, skipped, [[g], [p], [m], [v]], *numbers)
